@@ -1,0 +1,325 @@
+"""Spec to Plan: every decision of a generated file, as words and numbers that the template lays out. Pure.
+
+Decide here, never in the template: if a template needs `and`, the plan lacks a field.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import Any
+
+from .spec import Attention, Layer, RopeKind, Spec
+from .target import Target
+
+
+class Role(Enum):
+    """Who owns the keys and values that a layer attends to."""
+
+    OWN = ""
+    SOURCE = "source"
+    READER = "reader"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One distinct kind of layer, one function in the file."""
+
+    name: str
+    title: str
+    details: str
+    attention: str
+    is_source: bool
+    is_reader: bool
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    k_eq_v: bool
+    rope_theta: float
+    rope_freqs: str  # name of the file's frequency array, or empty for RoPE by theta
+    eps: float
+    experts: bool
+    top_k: int
+    per_layer_input: bool
+    fused_scaled_add: bool
+    weights_name: str
+    attention_weights: str
+    feedforward_weights: str
+    stream_weights: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """What a layer of this kind binds. Whatever else its module holds is refused at load."""
+        return tuple(f"{self.attention_weights} {self.feedforward_weights} {self.stream_weights}".split())
+
+    @property
+    def projected(self) -> int:
+        return self.query_heads * self.head_dim
+
+    @property
+    def parameters(self) -> str:
+        return ", ".join(self.arguments("kv" if self.is_reader else "cache", "per_layer_input"))
+
+    def arguments(self, kv: str, per_layer_input: str) -> tuple[str, ...]:
+        head = ("w", "x", "mask", kv)
+        return (*head, per_layer_input) if self.per_layer_input else head
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer, one line of `forward` (two if it is a source)."""
+
+    index: int
+    kind: Kind
+    mask: str
+    cache: int | None
+    source: int
+
+    @property
+    def keys(self) -> str:
+        """What the layer is handed: its own cache, or the K/V of its source."""
+        return f"kv{self.source}" if self.cache is None else f"caches[{self.cache}]"
+
+    @property
+    def call(self) -> str:
+        extra = f", per_layer[:, :, {self.index}, :]" if self.kind.per_layer_input else ""
+        return f"{self.kind.name}(w.layers[{self.index}], h, {self.mask}, {self.keys}{extra})"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One attention mask a forward, made by the first cache of its kind of layer."""
+
+    name: str
+    cache: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` neighbours in a table that are the same `item`: a name of the file, or a literal."""
+
+    item: str | tuple[str, int | None]
+    count: int
+
+
+@dataclass(frozen=True)
+class Freqs:
+    """A frequency array of proportional RoPE, baked at import."""
+
+    name: str
+    dims: int
+    rotated: int
+    base: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    source: str
+    cure: str
+    title: str
+    fingerprint: str
+    layers: int
+    sentinel: int
+    hidden_size: int
+    vocab_size: int
+    eps: float
+    softcap: float | None
+    tied: bool
+    embed_scale: float
+    per_layer_size: int
+    per_layer_embed_scale: float
+    per_layer_projection_scale: float
+    per_layer_input_scale: float
+    weights: str
+    caches: tuple[Run, ...]
+    layer_weights: tuple[Run, ...]
+    masks: tuple[Mask, ...]
+    freqs: tuple[Freqs, ...]
+    kinds: tuple[Kind, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def unembed(self) -> str:
+        return "unembed" if self.tied else "lm_head"
+
+
+def make_plan(target: Target) -> Plan:
+    spec = target.spec
+    roles = _roles(spec)
+    names = [_kind_name(layer, role) for layer, role in zip(spec.layers, roles, strict=True)]
+    kinds = {
+        name: _kind(target, name, [i for i, other in enumerate(names) if other == name], roles[names.index(name)])
+        for name in dict.fromkeys(names)
+    }
+    cache_of = {layer: position for position, layer in enumerate(spec.owners)}
+    return Plan(
+        source=target.source,
+        cure=target.cure,
+        title=_title(target),
+        fingerprint=spec.fingerprint,
+        layers=len(spec.layers),
+        sentinel=spec.sentinel,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        eps=spec.rms_norm_eps,
+        softcap=spec.final_logit_softcapping,
+        tied=spec.tie_word_embeddings,
+        embed_scale=spec.hidden_size**0.5,
+        per_layer_size=spec.per_layer_input_size,
+        per_layer_embed_scale=spec.per_layer_input_size**0.5,
+        per_layer_projection_scale=spec.hidden_size**-0.5,
+        per_layer_input_scale=2.0**-0.5,
+        weights=" ".join(_model_weights(spec)),
+        caches=_runs([(spec.layers[i].attention.value, _window(spec, spec.layers[i].attention)) for i in spec.owners]),
+        layer_weights=_runs([kinds[name].weights_name for name in names]),
+        masks=tuple(
+            Mask(_mask_name(kind), cache_of[first], _window(spec, kind)) for kind, first in _first_layers(spec).items()
+        ),
+        freqs=tuple(
+            Freqs(_freqs_name(kind), layer.head_dim, layer.rope.rotated, layer.rope.theta, layer.rope.factor)
+            for kind, layer in ((kind, spec.layers[first]) for kind, first in _first_layers(spec).items())
+            if layer.rope.kind is RopeKind.PROPORTIONAL
+        ),
+        kinds=tuple(kinds.values()),
+        steps=tuple(
+            Step(index, kinds[names[index]], _mask_name(layer.attention), cache_of.get(index), layer.kv_source)
+            for index, layer in enumerate(spec.layers)
+        ),
+    )
+
+
+def _roles(spec: Spec) -> tuple[Role, ...]:
+    sources = spec.sources
+    return tuple(
+        Role.READER if layer.kv_source != index else Role.SOURCE if index in sources else Role.OWN
+        for index, layer in enumerate(spec.layers)
+    )
+
+
+def _first_layers(spec: Spec) -> dict[Attention, int]:
+    """Kinds of attention by first appearance. The first layer of a kind always owns a cache."""
+    first: dict[Attention, int] = {}
+    for index, layer in enumerate(spec.layers):
+        first.setdefault(layer.attention, index)
+    return first
+
+
+def _window(spec: Spec, attention: Attention) -> int | None:
+    return spec.sliding_window if attention is Attention.SLIDING else None
+
+
+def _mask_name(attention: Attention) -> str:
+    return f"{attention.value}_mask"
+
+
+def _freqs_name(attention: Attention) -> str:
+    return f"{attention.value.upper()}_FREQS"
+
+
+def _kind_name(layer: Layer, role: Role) -> str:
+    return "_".join(filter(None, (layer.attention.value, role.value)))
+
+
+def _kind(target: Target, name: str, indices: list[int], role: Role) -> Kind:
+    spec = target.spec
+    layer = spec.layers[indices[0]]
+    return Kind(
+        name=name,
+        title=_kind_title(spec, indices),
+        details=_kind_details(spec, layer, role),
+        attention=layer.attention.value,
+        is_source=role is Role.SOURCE,
+        is_reader=role is Role.READER,
+        query_heads=layer.query_heads,
+        kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        k_eq_v=layer.k_eq_v,
+        rope_theta=layer.rope.theta,
+        rope_freqs=_freqs_name(layer.attention) if layer.rope.kind is RopeKind.PROPORTIONAL else "",
+        eps=spec.rms_norm_eps,
+        experts=spec.experts is not None,
+        top_k=spec.experts.top_k if spec.experts else 0,
+        per_layer_input=bool(spec.per_layer_input_size),
+        fused_scaled_add="scaled_add" in target.fused,
+        weights_name=f"{name.upper()}_WEIGHTS",
+        attention_weights=" ".join(_attention_weights(layer, role)),
+        feedforward_weights=" ".join(_feedforward_weights(spec)),
+        stream_weights=" ".join(_stream_weights(spec)),
+    )
+
+
+def _attention_weights(layer: Layer, role: Role) -> tuple[str, ...]:
+    keys = () if role is Role.READER else ("k_proj", "k_norm") if layer.k_eq_v else ("k_proj", "k_norm", "v_proj")
+    return ("input_layernorm", "q_proj", "q_norm", *keys, "o_proj", "post_attention_layernorm")
+
+
+def _feedforward_weights(spec: Spec) -> tuple[str, ...]:
+    names = ("pre_feedforward_layernorm", "gate_proj", "up_proj", "down_proj", "post_feedforward_layernorm")
+    if not spec.experts:
+        return names
+    router = ("router_norm", "router_proj", "per_expert_scale")
+    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    return (*names, *norms, *router, "switch_glu")
+
+
+def _stream_weights(spec: Spec) -> tuple[str, ...]:
+    gate = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+    return (*gate, "layer_scalar") if spec.per_layer_input_size else ("layer_scalar",)
+
+
+def _model_weights(spec: Spec) -> tuple[str, ...]:
+    names = ["embed"]
+    if spec.per_layer_input_size:
+        names += ["embed_per_layer", "per_layer_model_projection", "per_layer_projection_norm"]
+    return (*names, "norm", "unembed" if spec.tie_word_embeddings else "lm_head")
+
+
+def _title(target: Target) -> str:
+    """The claim in the first line of the file; the verifier counts the layers of `forward` against it."""
+    spec = target.spec
+    sliding = sum(layer.attention is Attention.SLIDING for layer in spec.layers)
+    readers = len(spec.layers) - len(spec.owners)
+    experts = f"{spec.experts.count} experts, {spec.experts.top_k} a token" if spec.experts else "no experts"
+    sharing = f"{readers} share the KV of layers {_ranges(spec.sources)}" if readers else "no KV sharing"
+    count = len(spec.layers)
+    noun = "layer" if count == 1 else "layers"
+    return f"{target.name}: {count} {noun} ({sliding} sliding, {count - sliding} full), {sharing}, {experts}."
+
+
+def _kind_details(spec: Spec, layer: Layer, role: Role) -> str:
+    """The second sentence of a kind's docstring."""
+    facts = [f"MLP {layer.intermediate_size} wide"]
+    if spec.experts:
+        facts.append(f"beside experts {spec.experts.intermediate_size} wide")
+    if role is Role.READER:
+        facts.append(f"reads the K/V of layer {layer.kv_source}")
+    if role is Role.SOURCE:
+        facts.append("returns its K/V for later layers")
+    if layer.k_eq_v and role is not Role.READER:
+        facts.append("V is K before its norm and RoPE")
+    return "; ".join(facts) + "."
+
+
+def _kind_title(spec: Spec, indices: list[int]) -> str:
+    layer = spec.layers[indices[0]]
+    window = f"window {spec.sliding_window}" if layer.attention is Attention.SLIDING else "no window"
+    noun = "layer" if len(indices) == 1 else "layers"
+    return (
+        f"{layer.attention.value.capitalize()} {noun} {_ranges(indices)}: {layer.query_heads} query heads over "
+        f"{layer.kv_heads} KV heads of {layer.head_dim}; {window}."
+    )
+
+
+def _runs(items: list[Any]) -> tuple[Run, ...]:
+    return tuple(Run(item, len(list(group))) for item, group in groupby(items))
+
+
+def _ranges(indices: list[int] | tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

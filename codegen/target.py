@@ -1,0 +1,74 @@
+"""Target: what one file under generated/ is made from. Reads codegen/specs/NAME.toml and the config beside it."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import read_config, read_file
+from .errors import SpecError, show
+from .fields import Fields
+from .spec import Spec
+
+SPECS = Path(__file__).parent / "specs"
+FUSED_SITES = ("scaled_add",)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`name` as the user types it (gemma4-12b), `module` as Python does; `source` and `cure` go into the header."""
+
+    name: str
+    spec: Spec
+    fused: tuple[str, ...]
+    source: str
+    cure: str
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def check_name(name: object) -> str:
+    """A name becomes a file name and part of a comment, so only lower-case words joined by hyphens are let through."""
+    if not isinstance(name, str) or len(name) > 64 or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise SpecError(f"name is {show(name)}; expected lower-case letters and digits in words joined by -")
+    return name
+
+
+def target_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem.replace("_", "-") for path in SPECS.glob("*.toml")))
+
+
+def read_target(name: str) -> Target:
+    """The committed target called `name`; its spec file is stated and checked against the config beside it."""
+    names = target_names()
+    if name not in names:
+        raise SpecError(f"target {show(name)} is unknown; expected one of {', '.join(names)}")
+    path = SPECS / f"{name.replace('-', '_')}.toml"
+    where = path.name
+    try:
+        stated = Fields(tomllib.loads(path.read_text(encoding="utf-8")), where)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{where}: cannot be read ({error}); expected a target's TOML file") from None
+    stated.require(["config", "layers", "sentinel", "taps", "fused"], "each stated")
+    config = stated.take("config")
+    if not isinstance(config, str) or Path(config).name != config:
+        raise stated.error("config", "the name of a config file beside it")
+    spec = read_config(read_file(SPECS / config), config)
+    for key, value in (("layers", len(spec.layers)), ("sentinel", spec.sentinel), ("taps", [-1, spec.sentinel])):
+        if stated.take(key) != value:
+            raise stated.error(key, f"{value}, from {config}")
+    fused = stated.take("fused")
+    if not isinstance(fused, list) or any(site not in FUSED_SITES for site in fused) or len(set(fused)) != len(fused):
+        raise stated.error("fused", f"a list out of {', '.join(FUSED_SITES)}")
+    stated.finish({})
+    cure = f"edit that spec or templates/, then run: ./regen.sh {name}"
+    return Target(name, spec, tuple(fused), f"codegen/specs/{path.name}", cure)
+
+
+def checkpoint_target(config: object, name: str) -> Target:
+    """A target for a user's own config.json, with every fused site that is exact where the tests run."""
+    name = check_name(name)
+    cure = f"run: ./regen.sh --from DIR --name {name}"
+    return Target(name, read_config(config), FUSED_SITES, "a checkpoint's config.json", cure)

@@ -1,0 +1,1 @@
+"""The rendered forwards, one file an architecture. Made by ./regen.sh; never edited."""
