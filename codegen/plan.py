@@ -42,14 +42,12 @@ class Kind:
     per_layer_input: bool
     fused_scaled_add: bool
     weights_name: str
-    attention_weights: str
-    feedforward_weights: str
-    stream_weights: str
+    weight_groups: tuple[str, ...]
 
     @property
     def weights(self) -> tuple[str, ...]:
         """What a layer of this kind binds. Whatever else its module holds is refused at load."""
-        return tuple(f"{self.attention_weights} {self.feedforward_weights} {self.stream_weights}".split())
+        return tuple(" ".join(self.weight_groups).split())
 
     @property
     def projected(self) -> int:
@@ -170,7 +168,7 @@ def make_plan(target: Target) -> Plan:
         per_layer_embed_scale=spec.per_layer_input_size**0.5,
         per_layer_projection_scale=spec.hidden_size**-0.5,
         per_layer_input_scale=2.0**-0.5,
-        weights=" ".join(_model_weights(spec)),
+        weights=_model_weights(spec),
         caches=_runs([(spec.layers[i].attention.value, _window(spec, spec.layers[i].attention)) for i in spec.owners]),
         layer_weights=_runs([kinds[name].weights_name for name in names]),
         masks=tuple(
@@ -243,36 +241,26 @@ def _kind(target: Target, name: str, indices: list[int], role: Role) -> Kind:
         per_layer_input=bool(spec.per_layer_input_size),
         fused_scaled_add="scaled_add" in target.fused,
         weights_name=f"{name.upper()}_WEIGHTS",
-        attention_weights=" ".join(_attention_weights(layer, role)),
-        feedforward_weights=" ".join(_feedforward_weights(spec)),
-        stream_weights=" ".join(_stream_weights(spec)),
+        weight_groups=_weight_groups(spec, layer, role),
     )
 
 
-def _attention_weights(layer: Layer, role: Role) -> tuple[str, ...]:
-    keys = () if role is Role.READER else ("k_proj", "k_norm") if layer.k_eq_v else ("k_proj", "k_norm", "v_proj")
-    return ("input_layernorm", "q_proj", "q_norm", *keys, "o_proj", "post_attention_layernorm")
-
-
-def _feedforward_weights(spec: Spec) -> tuple[str, ...]:
-    names = ("pre_feedforward_layernorm", "gate_proj", "up_proj", "down_proj", "post_feedforward_layernorm")
-    if not spec.experts:
-        return names
-    router = ("router_norm", "router_proj", "per_expert_scale")
-    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-    return (*names, *norms, *router, "switch_glu")
-
-
-def _stream_weights(spec: Spec) -> tuple[str, ...]:
-    gate = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
-    return (*gate, "layer_scalar") if spec.per_layer_input_size else ("layer_scalar",)
-
-
-def _model_weights(spec: Spec) -> tuple[str, ...]:
-    names = ["embed"]
+def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
+    keys = "" if role is Role.READER else "k_proj k_norm " if layer.k_eq_v else "k_proj k_norm v_proj "
+    groups = [f"input_layernorm q_proj q_norm {keys}o_proj post_attention_layernorm"]
+    groups.append("pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm")
+    if spec.experts:
+        groups.append("post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2")
+        groups.append("router_norm router_proj per_expert_scale switch_glu")
     if spec.per_layer_input_size:
-        names += ["embed_per_layer", "per_layer_model_projection", "per_layer_projection_norm"]
-    return (*names, "norm", "unembed" if spec.tie_word_embeddings else "lm_head")
+        groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
+    return (*groups, "layer_scalar")
+
+
+def _model_weights(spec: Spec) -> str:
+    per_layer = "embed_per_layer per_layer_model_projection per_layer_projection_norm "
+    head = "unembed" if spec.tie_word_embeddings else "lm_head"
+    return f"embed {per_layer if spec.per_layer_input_size else ''}norm {head}"
 
 
 def _title(target: Target) -> str:

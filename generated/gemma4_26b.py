@@ -24,12 +24,16 @@ CACHES = (
 MODEL_WEIGHTS = "embed norm unembed"
 SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
-    "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2 router_norm router_proj per_expert_scale switch_glu",
+    "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
+    "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
+    "router_norm router_proj per_expert_scale switch_glu",
     "layer_scalar",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
-    "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2 router_norm router_proj per_expert_scale switch_glu",
+    "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
+    "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
+    "router_norm router_proj per_expert_scale switch_glu",
     "layer_scalar",
 )
 LAYER_WEIGHTS = (

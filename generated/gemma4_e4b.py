@@ -23,32 +23,38 @@ MODEL_WEIGHTS = "embed embed_per_layer per_layer_model_projection per_layer_proj
 SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 SLIDING_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 FULL_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 SLIDING_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 FULL_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "per_layer_input_gate per_layer_projection post_per_layer_input_norm layer_scalar",
+    "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
+    "layer_scalar",
 )
 LAYER_WEIGHTS = (
     (SLIDING_WEIGHTS,) * 5
