@@ -1,0 +1,81 @@
+"""Bound: one generated file with one model's weights, ready to be called; or the reason why there is none."""
+
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..codegen.config import read_arguments
+from ..codegen.errors import SpecError
+from . import registry
+from .caches import CacheGuard
+from .errors import StraightlineError
+from .taps import Tap
+from .watch import changes, watch
+from .weights import bind
+
+
+class Bound:
+    """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
+
+    def __init__(self, text: nn.Module, file: ModuleType | None) -> None:
+        watch(text)
+        evaluate_hidden_arrays(text)
+        self.version = changes()
+        self.file = file
+        self.reason = ""
+        try:
+            if text.training:
+                raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
+            self.file = file = choose_file(text, file)
+            self.weights = bind(file, text)
+            self.forward = file.forward
+            self.sentinel: int = file.SENTINEL
+            self.guard = CacheGuard(file.CACHES)
+        except (SpecError, StraightlineError) as error:
+            self.reason = str(error)
+
+    def refuse(self, inputs: object, cache: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
+        """Why this call is not for the generated file; empty if it is."""
+        if self.reason:
+            return self.reason
+        if embeddings is not None:
+            return "input_embeddings are given, file expects token ids"
+        if per_layer_inputs is not None:
+            return "per_layer_inputs are given, file computes its own"
+        if unknown:
+            return f"{min(unknown)} is given, file does not know it"
+        if type(inputs) is not mx.array or inputs.ndim != 2 or not inputs.size:
+            shape = f"of shape {list(inputs.shape)}" if isinstance(inputs, mx.array) else type(inputs).__name__
+            return f"inputs are {shape}, file expects token ids [B, L]"
+        return "" if cache is None else self.guard.refuse(cache)
+
+    def __call__(self, inputs: mx.array, cache: Any, tap: Tap) -> mx.array:
+        logits: mx.array = self.forward(self.weights, inputs, self.guard.none if cache is None else cache, tap)
+        return logits
+
+
+def choose_file(text: nn.Module, file: ModuleType | None) -> ModuleType:
+    """The generated module whose fingerprint is the model's. Raises StraightlineError or SpecError."""
+    fingerprint = read_arguments(text.args).fingerprint
+    if file is None:
+        file = registry.find_generated(fingerprint)
+        if file is None:
+            raise StraightlineError(
+                f"no generated file has the fingerprint {fingerprint}; "
+                "make one with: ./regen.sh --from CHECKPOINT --name NAME"
+            )
+    elif fingerprint != file.FINGERPRINT:
+        raise StraightlineError(
+            f"the file is made for the fingerprint {file.FINGERPRINT}, but the model has {fingerprint}"
+        )
+    return file
+
+
+def evaluate_hidden_arrays(root: nn.Module) -> None:
+    """Evaluates arrays under underscore names (RoPE's `_freqs`), which `mx.eval(model.parameters())` passes over.
+
+    Left lazy, they belong to the loading thread's stream, and the first forward in another thread fails.
+    """
+    mx.eval([value for module in root.modules() for value in module.values() if isinstance(value, mx.array)])

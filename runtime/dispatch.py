@@ -1,0 +1,31 @@
+"""Which path served each call, and why: the record that `model.dispatch` shows."""
+
+from .errors import StraightlineError
+
+
+class Dispatch:
+    """counts: {"generated": n, "monolith": m}. last: the latest call's ("generated", "") or ("monolith", reason).
+
+    file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.counts = {"generated": 0, "monolith": 0}
+        self.last: tuple[str, str] = ("", "")
+        self.file: str | None = None
+        self.reason = ""
+
+    def generated(self) -> None:
+        self.counts["generated"] += 1
+        self.last = ("generated", "")
+
+    def monolith(self, reason: str) -> None:
+        """Raises StraightlineError in strict mode."""
+        if self.strict:
+            raise StraightlineError(f"strict: the generated file cannot serve this call: {reason}")
+        self.counts["monolith"] += 1
+        self.last = ("monolith", reason)
+
+    def __repr__(self) -> str:
+        return f"Dispatch(file={self.file!r}, counts={self.counts}, last={self.last}, reason={self.reason!r})"

@@ -1,0 +1,143 @@
+"""A specialized model: an mlx-lm Gemma 4 model that runs its generated file, and itself for whatever is left."""
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4, gemma4_text
+
+from .bound import Bound
+from .dispatch import Dispatch
+from .errors import StraightlineError
+from .monolith import call_text_model
+from .taps import HiddenTap, no_tap
+from .watch import Watched, changes, plain_class
+
+
+class Specialized(Watched):
+    """What `specialize` adds to mlx-lm's model class. Weights, adapters, `save` and `eval` see an ordinary model."""
+
+    dispatch: Dispatch
+    _bound: Bound
+    _module: ModuleType | None
+
+    def __call__(
+        self,
+        inputs: mx.array | None = None,
+        cache: list[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+        per_layer_inputs: mx.array | None = None,
+        tap: HiddenTap | None = None,
+        **unknown: Any,
+    ) -> mx.array:
+        """Token ids [B, L] to logits [B, L, vocab], as mlx-lm's model; `tap` keeps hidden states on either path."""
+        bound = self._bound
+        if bound.version != changes():
+            bound = self._bind()
+        reason = bound.refuse(inputs, cache, input_embeddings, per_layer_inputs, unknown)
+        if reason:
+            self.dispatch.monolith(reason)
+            return self.monolith(
+                inputs,
+                cache,
+                input_embeddings=input_embeddings,
+                per_layer_inputs=per_layer_inputs,
+                tap=tap,
+                **unknown,
+            )
+        assert inputs is not None
+        if tap is not None:
+            tap.begin(bound.sentinel, inputs.shape[1])
+        logits = bound(inputs, cache, no_tap if tap is None else tap)
+        self.dispatch.generated()
+        return logits
+
+    def monolith(
+        self,
+        inputs: mx.array | None = None,
+        cache: list[Any] | None = None,
+        tap: HiddenTap | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
+        """The same weights through mlx-lm's own code, tapped the same way."""
+        text = text_model(self)
+        if tap is None:
+            logits: mx.array = plain_model_class(self).__call__(self, inputs, cache=cache, **kwargs)
+            return logits
+        embeddings = kwargs.get("input_embeddings")
+        tokens = inputs if embeddings is None else embeddings
+        assert tokens is not None
+        tap.begin(len(text["model"]["layers"]), tokens.shape[1])
+        return call_text_model(text, inputs, tap, cache=cache, **kwargs)
+
+    def _bind(self) -> Bound:
+        bound = Bound(text_model(self), self._module)
+        object.__setattr__(self, "_bound", bound)
+        self.dispatch.file = bound.file.__name__ if bound.file and not bound.reason else None
+        self.dispatch.reason = bound.reason
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy binds its own arrays; sharing this one's callables would leave it with ours."""
+        plain = plain_model_class(self)
+        twin = plain.__new__(plain)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OWN}, memo))
+        entries: Any = self
+        dict.update(twin, {key: copy.deepcopy(value, memo) for key, value in entries.items()})
+        return specialize(twin, self._module, strict=self.dispatch.strict)
+
+
+_OWN = ("dispatch", "_bound", "_module")
+
+
+class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
+    """gemma4.Model (and gemma4_unified): the text model lies in `language_model`."""
+
+
+class SpecializedTextModel(Specialized, gemma4_text.Model):  # type: ignore[misc]
+    """gemma4_text.Model: the text model itself."""
+
+
+CLASSES: dict[type, type[Specialized]] = {gemma4.Model: SpecializedModel, gemma4_text.Model: SpecializedTextModel}
+
+
+def plain_model_class(model: Specialized) -> Any:
+    return next(plain for plain, specialized in CLASSES.items() if type(model) is specialized)
+
+
+def text_model(model: Any) -> nn.Module:
+    """The gemma4_text.Model in a model of either class."""
+    text: nn.Module = model.get("language_model", model)
+    return text
+
+
+def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = False) -> Any:
+    """The model with its forward replaced by the generated file of its architecture. Shares every array.
+
+    model: a loaded mlx-lm Gemma 4 model, outer or text. It stays as it is, and both see adapters put into its layers.
+    module: the generated module to use, from `load_generated`; by default the packaged one with the same fingerprint.
+    strict: raise StraightlineError where the monolith would serve, here and at every call.
+
+    Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
+    Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
+    """
+    if isinstance(model, Specialized):
+        plain: Any = plain_model_class(model)
+    else:
+        plain = plain_class(model)
+    if plain not in CLASSES:
+        raise StraightlineError(
+            f"model is {plain.__module__}.{plain.__name__}; expected mlx_lm.models.gemma4.Model or gemma4_text.Model"
+        )
+    specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
+    specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
+    dict.update(specialized, model)
+    for name, value in (("dispatch", Dispatch(strict)), ("_module", module)):
+        object.__setattr__(specialized, name, value)
+    bound = specialized._bind()
+    if strict and bound.reason:
+        raise StraightlineError(f"strict: {bound.reason}")
+    return specialized

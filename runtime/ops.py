@@ -1,0 +1,22 @@
+"""What generated files import. The monolith owns the numbers: its own compiled primitives wherever it has one."""
+
+from functools import partial
+
+import mlx.core as mx
+from mlx.nn import gelu_approx
+from mlx_lm.models.gemma4_text import geglu, logit_softcap
+from mlx_lm.models.rope_utils import ProportionalRoPE
+
+__all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "scaled_add"]
+
+
+@partial(mx.compile, shapeless=True)
+def scaled_add(x: mx.array, y: mx.array, scale: mx.array) -> mx.array:
+    """`(x + y) * scale` in one kernel. An add before a multiply cannot be contracted, so the bits stay."""
+    return (x + y) * scale
+
+
+def proportional_freqs(*, dims: int, rotated: int, base: float, factor: float) -> mx.array:
+    """float32 [dims / 2]: the monolith's own array of proportional RoPE, infinite where nothing turns."""
+    freqs: mx.array = ProportionalRoPE(dims, rotated, base=base, factor=factor)._freqs
+    return freqs

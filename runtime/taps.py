@@ -1,0 +1,69 @@
+"""HiddenTap: keeps chosen rows of the residual stream of one forward.
+
+Index i in 0..n-1 is the stream that leaves layer i, n (the number of layers) is the stream after the final norm,
+-1 is the scaled embedding that enters layer 0.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import StraightlineError
+
+Tap = Callable[[int, mx.array], mx.array]
+
+
+class HiddenTap:
+    """Give it to a forward as `tap=`; read `captured` afterwards.
+
+    layers: tap indices, in any order. Repeated ones are refused here, unknown ones by the first forward.
+    position: keep only this token of the call (negative counts from the end), [B, 1, hidden] in place of
+        [B, L, hidden].
+
+    captured: {index: mx.array} of the latest forward, in the model's dtype, by reference and not yet evaluated.
+    Raises StraightlineError.
+    """
+
+    def __init__(self, layers: Iterable[int], position: int | None = None) -> None:
+        wanted = list(layers)
+        for index in wanted:
+            if type(index) is not int or index < -1:
+                raise StraightlineError(f"HiddenTap: layers has {index!r}; expected integers from -1")
+        repeated = sorted({index for index in wanted if wanted.count(index) > 1})
+        if repeated:
+            raise StraightlineError(f"HiddenTap: layers has {repeated[0]} more than once; expected each index once")
+        if position is not None and type(position) is not int:
+            raise StraightlineError(f"HiddenTap: position is {position!r}; expected an integer or None")
+        self.layers = frozenset(wanted)
+        self.position = position
+        self.captured: dict[int, mx.array] = {}
+
+    def begin(self, sentinel: int, length: int) -> None:
+        """Called at the start of a forward of `length` tokens: forgets the last one, refuses what cannot be served."""
+        unknown = sorted(index for index in self.layers if index > sentinel)
+        if unknown:
+            raise StraightlineError(
+                f"HiddenTap: layers has {unknown[0]}; expected -1 to {sentinel} ({sentinel} is after the final norm)"
+            )
+        if self.position is not None and not -length <= self.position < length:
+            raise StraightlineError(
+                f"HiddenTap: position is {self.position}, but the call has {length} tokens; "
+                f"expected {-length} to {length - 1}"
+            )
+        self.captured = {}
+
+    def __call__(self, index: int, value: mx.array) -> mx.array:
+        if index in self.layers:
+            self.captured[index] = value if self.position is None else _row(value, self.position)
+        return value
+
+
+def _row(value: mx.array, position: int) -> mx.array:
+    start = position % value.shape[1]
+    return value[:, start : start + 1]
+
+
+def no_tap(index: int, value: Any) -> Any:
+    """Stands in for a tap that nobody asked for: no graph node, nothing kept alive."""
+    return value

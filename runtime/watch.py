@@ -1,0 +1,93 @@
+"""A module tree that counts its changes, so that a bound forward knows in one comparison whether it is stale.
+
+LoRA adapters, reloaded weights and quantization all change an `nn.Module`, which is a dict, through its item methods.
+Watching gives each module of the tree a subclass of its own class that counts those calls. Nothing else about a
+module differs: same name, same behaviour, `isinstance` still true.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import mlx.nn as nn
+
+_changes = 0
+
+
+def changes() -> int:
+    """How often any watched module has been changed in this process."""
+    return _changes
+
+
+def _counted(name: str, base: type) -> Any:
+    method = getattr(base, name)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _changes
+        _changes += 1
+        return method(self, *args, **kwargs)
+
+    return counted
+
+
+class Watched:
+    """Mixin of the classes that `watch` gives to modules."""
+
+    __setitem__ = _counted("__setitem__", dict)
+    __delitem__ = _counted("__delitem__", dict)
+    pop = _counted("pop", dict)
+    popitem = _counted("popitem", dict)
+    clear = _counted("clear", dict)
+    setdefault = _counted("setdefault", dict)
+
+
+class WatchedList(list[Any]):
+    """A list of modules (`layers`) that counts its changes too."""
+
+    __setitem__ = _counted("__setitem__", list)
+    __delitem__ = _counted("__delitem__", list)
+    __iadd__ = _counted("__iadd__", list)
+    append = _counted("append", list)
+    extend = _counted("extend", list)
+    insert = _counted("insert", list)
+    pop = _counted("pop", list)
+    remove = _counted("remove", list)
+    clear = _counted("clear", list)
+    reverse = _counted("reverse", list)
+    sort = _counted("sort", list)
+
+
+@cache
+def _watched_class(base: Any) -> type:
+    return type(base.__name__, (Watched, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+
+
+def plain_class(module: object) -> type:
+    """The class that a module had before it was watched."""
+    kind = type(module)
+    return kind.__mro__[2] if Watched in kind.__bases__ and kind.__bases__[0] is Watched else kind
+
+
+def watch(root: nn.Module) -> None:
+    """Watch every module below `root` (and not yet watched), and the lists that hold modules."""
+    for module in list(_below(root)):
+        kind: Any = type(module)
+        if Watched not in kind.__mro__:
+            module.__class__ = _watched_class(kind)
+        for key, value in module.items():
+            if type(value) is list and any(isinstance(item, nn.Module) for item in value):
+                dict.__setitem__(module, key, WatchedList(value))
+
+
+def _below(module: Any) -> Iterator[nn.Module]:
+    """Every module in the tree, `module` first, whatever key it is kept under."""
+    if isinstance(module, nn.Module):
+        yield module
+    if isinstance(module, dict):
+        children: Any = module.values()
+    elif isinstance(module, (list, tuple)):
+        children = module
+    else:
+        return
+    for child in children:
+        yield from _below(child)

@@ -1,0 +1,173 @@
+"""Binds a loaded model's arrays to the names that a generated file reads. Shares them; copies nothing.
+
+Checkpoint facts end here: which projection is 4-bit, 8-bit, bf16 or wrapped by LoRA becomes a callable of one argument.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text, switch_layers
+
+from .errors import StraightlineError
+from .watch import plain_class
+
+# What a generated file calls it, and where mlx-lm keeps it.
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "pre_feedforward_layernorm": "pre_feedforward_layernorm",
+    "post_feedforward_layernorm": "post_feedforward_layernorm",
+    "post_feedforward_layernorm_1": "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2": "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2": "post_feedforward_layernorm_2",
+    "post_per_layer_input_norm": "post_per_layer_input_norm",
+    "per_layer_projection_norm": "per_layer_projection_norm",
+    "norm": "norm",
+}
+LINEARS = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+    "router_proj": "router.proj",
+    "per_layer_input_gate": "per_layer_input_gate",
+    "per_layer_projection": "per_layer_projection",
+    "per_layer_model_projection": "per_layer_model_projection",
+}
+MODULES = {"embed": "embed_tokens", "embed_per_layer": "embed_tokens_per_layer", "switch_glu": "experts.switch_glu"}
+ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert_scale"}
+
+# Whose __call__ the templates transcribe: a module of another class computes something else.
+TRANSCRIBED = {
+    "": gemma4_text.DecoderLayer,
+    "self_attn": gemma4_text.Attention,
+    "mlp": gemma4_text.MLP,
+    "router": gemma4_text.Router,
+    "experts": gemma4_text.Experts,
+    "experts.switch_glu": switch_layers.SwitchGLU,
+}
+
+
+def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
+    """The `w` of a generated file, from an mlx-lm `gemma4_text.Model`.
+
+    Raises StraightlineError for a tensor that the file reads and the model lacks, and the other way round.
+    """
+    inner = text["model"]
+    _expect_class(inner, gemma4_text.Gemma4TextModel, "model")
+    if len(inner["layers"]) != file.LAYERS:
+        raise StraightlineError(f"the model has {len(inner['layers'])} layers; the file expects {file.LAYERS}")
+    weights = _bind_slots(file.MODEL_WEIGHTS.split(), inner, "", extra={"lm_head": text}, ignore=("layers",))
+    weights.layers = [
+        _bind_slots(" ".join(groups).split(), layer, f"layers.{index}.", TRANSCRIBED)
+        for index, (layer, groups) in enumerate(zip(inner["layers"], file.LAYER_WEIGHTS, strict=True))
+    ]
+    # Constants baked at import are evaluated here: left lazy, they belong to the stream of the importing thread.
+    mx.eval([value for value in vars(file).values() if isinstance(value, mx.array)])
+    return weights
+
+
+def _bind_slots(
+    slots: list[str],
+    module: nn.Module,
+    where: str,
+    classes: dict[str, type] | None = None,
+    extra: dict[str, nn.Module] | None = None,
+    ignore: tuple[str, ...] = (),
+) -> SimpleNamespace:
+    for path, expected in (classes or {}).items():
+        found = _find(module, path)
+        if found is not None:
+            _expect_class(found, expected, (where + path).rstrip("."))
+    bound = SimpleNamespace()
+    used: set[str] = set(ignore)
+    for slot in slots:
+        value, paths = _bind_slot(slot, module, where, extra or {})
+        setattr(bound, slot, value)
+        used.update(paths)
+    left = sorted(name for name, _ in tree_flatten(module.parameters()) if not _covered(name, used))
+    if left:
+        raise StraightlineError(f"{where}{left[0]} is in the model, but the file does not read it")
+    return bound
+
+
+def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, nn.Module]) -> tuple[Any, tuple[str, ...]]:
+    """The value of one slot, and the paths of the parameters that it covers."""
+    if slot in NORMS:
+        norm = _get(module, NORMS[slot], where)
+        _expect_class(norm, nn.RMSNorm, where + NORMS[slot])
+        return norm["weight"], (NORMS[slot],)
+    if slot in LINEARS:
+        return linear(_get(module, LINEARS[slot], where)), (LINEARS[slot],)
+    if slot in MODULES:
+        return _get(module, MODULES[slot], where), (MODULES[slot],)
+    if slot in ARRAYS:
+        return _get(module, ARRAYS[slot], where), (ARRAYS[slot],)
+    if slot == "unembed":
+        return _get(module, "embed_tokens", where).as_linear, ("embed_tokens",)
+    if slot == "lm_head":
+        return linear(_get(extra["lm_head"], "lm_head", where)), ()
+    if slot == "router_norm":
+        # The monolith multiplies the two at every call; the product is the same bits.
+        folded = _get(module, "router.scale", where) * module["router"]._root_size
+        mx.eval(folded)
+        return folded, ("router.scale",)
+    raise StraightlineError(f"the file reads {slot}; expected a file made by this version of straightline")
+
+
+def linear(module: Any) -> Callable[[mx.array], mx.array]:
+    """A projection as a callable: mlx-lm's own operation on its arrays, or the module itself if of another class."""
+    if plain_class(module) is nn.QuantizedLinear and "bias" not in module:
+        return _quantized_linear(module)
+    if plain_class(module) is nn.Linear and "bias" not in module:
+        transposed: mx.array = module["weight"].T
+        mx.eval(transposed)
+        return lambda x: x @ transposed
+    call: Callable[[mx.array], mx.array] = module
+    return call
+
+
+def _quantized_linear(module: nn.Module) -> Callable[[mx.array], mx.array]:
+    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+    group_size, bits, mode = module.group_size, module.bits, module.mode
+
+    def quantized_linear(x: mx.array) -> mx.array:
+        y: mx.array = mx.quantized_matmul(
+            x, weight, scales=scales, biases=biases, transpose=True, group_size=group_size, bits=bits, mode=mode
+        )
+        return y
+
+    return quantized_linear
+
+
+def _find(module: Any, path: str) -> Any:
+    return reduce(
+        lambda found, key: found.get(key) if found is not None else None, filter(None, path.split(".")), module
+    )
+
+
+def _get(module: nn.Module, path: str, where: str) -> Any:
+    found = _find(module, path)
+    if found is None:
+        raise StraightlineError(f"{where}{path} is not in the model; the file reads it")
+    return found
+
+
+def _expect_class(module: object, expected: type, where: str) -> None:
+    found = plain_class(module)
+    if found is not expected:
+        raise StraightlineError(f"{where} is {found.__module__}.{found.__name__}; the file expects {expected.__name__}")
+
+
+def _covered(name: str, used: set[str]) -> bool:
+    return any(name == path or name.startswith(path + ".") for path in used)
