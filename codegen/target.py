@@ -67,6 +67,11 @@ def read_target(name: str) -> Target:
     return Target(name, spec, tuple(fused), f"codegen/specs/{path.name}", cure)
 
 
+def spec_target(spec: Spec, name: str) -> Target:
+    """A target for a loaded model, rendered on demand by `specialize(model, generate=True)`."""
+    return Target(name, spec, FUSED_SITES, "a loaded model", "delete this file; it is rendered again on demand")
+
+
 def checkpoint_target(config: object, name: str) -> Target:
     """A target for a user's own config.json, with every fused site that is exact where the tests run."""
     name = check_name(name)

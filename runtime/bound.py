@@ -8,10 +8,11 @@ import mlx.nn as nn
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
-from . import registry
 from .caches import CacheGuard
 from .errors import StraightlineError
+from .registry import find_generated
 from .taps import Tap
+from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind
 
@@ -19,7 +20,7 @@ from .weights import bind
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
-    def __init__(self, text: nn.Module, file: ModuleType | None) -> None:
+    def __init__(self, text: nn.Module, file: ModuleType | None, generate: bool = False) -> None:
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -28,7 +29,7 @@ class Bound:
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
-            self.file = file = choose_file(text, file)
+            self.file = file = choose_file(text, file, generate)
             self.weights = bind(file, text)
             self.forward = file.forward
             self.sentinel: int = file.SENTINEL
@@ -56,21 +57,23 @@ class Bound:
         return logits
 
 
-def choose_file(text: nn.Module, file: ModuleType | None) -> ModuleType:
+def choose_file(text: nn.Module, file: ModuleType | None, generate: bool) -> ModuleType:
     """The generated module whose fingerprint is the model's. Raises StraightlineError or SpecError."""
-    fingerprint = read_arguments(text.args).fingerprint
-    if file is None:
-        file = registry.find_generated(fingerprint)
-        if file is None:
+    spec = read_arguments(text.args)
+    if file is not None:
+        if spec.fingerprint != file.FINGERPRINT:
             raise StraightlineError(
-                f"no generated file has the fingerprint {fingerprint}; "
-                "make one with: ./regen.sh --from CHECKPOINT --name NAME"
+                f"the file is made for the fingerprint {file.FINGERPRINT}, but the model has {spec.fingerprint}"
             )
-    elif fingerprint != file.FINGERPRINT:
+        return file
+    found = find_generated(spec.fingerprint) or find_user_file(spec)
+    if found is None and generate:
+        found = make_user_file(spec)
+    if found is None:
         raise StraightlineError(
-            f"the file is made for the fingerprint {file.FINGERPRINT}, but the model has {fingerprint}"
+            f"no generated file has the fingerprint {spec.fingerprint}; make one with specialize(model, generate=True)"
         )
-    return file
+    return found
 
 
 def evaluate_hidden_arrays(root: nn.Module) -> None:

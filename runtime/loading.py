@@ -1,13 +1,142 @@
-"""`load`: mlx_lm.load, then specialize."""
+"""`load`: a checkpoint as it is published, through mlx-lm's own loader, then specialized.
 
+Three things that mlx-lm 0.32.2 cannot load are put right on the way in, in memory: config keys that it does not know
+the newer layout of, names under another program's prefix, and an lm_head tensor beside a tied embedding.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import mlx_lm
+import mlx.core as mx
+from mlx_lm import utils
+from mlx_lm.models import gemma4, gemma4_text
 
+from ..codegen.config import FLAT, NESTED, read_config, read_file
+from ..codegen.errors import SpecError, show
+from ..codegen.spec import Attention, Spec
+from ..codegen.tensors import OTHER_TOWERS, canonical
+from .errors import StraightlineError
 from .model import specialize
 
 
-def load(path_or_hf_repo: str, *args: Any, strict: bool = False, **kwargs: Any) -> Any:
-    """A specialized model and its tokenizer, from a folder or a hub id. Other arguments go to `mlx_lm.load`."""
-    model, *rest = mlx_lm.load(str(path_or_hf_repo), *args, **kwargs)
-    return (specialize(model, strict=strict), *rest)
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    strict: bool = False,
+    generate: bool = False,
+) -> Any:
+    """A specialized model and its tokenizer (and the config, with return_config), from a folder or a hub id.
+
+    The arguments are those of `mlx_lm.load`, then those of `specialize`.
+    Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
+    """
+    folder = utils._download(str(path_or_hf_repo), revision=revision)
+    model, config = load_model(folder, lazy=lazy, model_config=model_config)
+    if adapter_path is not None:
+        model = utils.load_adapters(model, adapter_path)
+        model.eval()
+    specialized = specialize(model, strict=strict, generate=generate)
+    tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
+    tokenizer = utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    return (specialized, tokenizer, config) if return_config else (specialized, tokenizer)
+
+
+def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """The mlx-lm model (the monolith) of a checkpoint folder, and its config. Raises StraightlineError."""
+    try:
+        config = read_file(folder / "config.json") | (model_config or {})
+        if config.get("model_type") not in NESTED + FLAT:
+            raise StraightlineError(
+                f"{folder}: model_type is {show(config.get('model_type'))}; expected a Gemma 4 checkpoint "
+                f"({', '.join(NESTED + FLAT)})"
+            )
+        changes = (model_config or {}) | _as_mlx_lm_reads_it(config)
+        model, config = utils.load_model(folder, lazy=lazy, model_config=changes, get_model_classes=_classes)
+    except FileNotFoundError as error:
+        raise StraightlineError(f"{folder}: {error}; expected config.json and model*.safetensors") from None
+    except SpecError as error:
+        raise StraightlineError(f"{folder}: {error}") from None
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise StraightlineError(f"{folder}: mlx-lm cannot load it: {_sentence(error)}") from error
+    model.__class__ = type(model).__bases__[0]
+    return model, config
+
+
+def _sentence(error: Exception) -> str:
+    """mlx-lm lists every wrong tensor on a line of its own; the first few say what is wrong."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return " ".join(lines[:4]).rstrip(",.") + more
+
+
+def _as_mlx_lm_reads_it(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Top-level entries to override so that mlx-lm builds the model that the config describes."""
+    try:
+        spec = read_config(config)
+    except SpecError:
+        return {}  # mlx-lm may know better; the fingerprint of what it builds decides which file serves it
+    resolved = _resolved(spec)
+    if config["model_type"] in FLAT:
+        return resolved | {"model_type": "gemma4_text"}
+    # The outer vocab_size is the one that mlx-lm believes, and it assumes 262144 where there is none.
+    return {"text_config": dict(config["text_config"]) | resolved, "vocab_size": spec.vocab_size}
+
+
+def _resolved(spec: Spec) -> dict[str, Any]:
+    """The keys that published layouts leave out, null or elsewhere, in the form that mlx-lm reads."""
+    full = next((layer for layer in spec.layers if layer.attention is Attention.FULL), spec.layers[0])
+    return {
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.kv_heads if full.k_eq_v else None,
+        "num_kv_shared_layers": len(spec.layers) - len(spec.owners),
+        "hidden_size_per_layer_input": spec.per_layer_input_size,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+    }
+
+
+def _classes(config: Mapping[str, Any]) -> tuple[type, type]:
+    if config["model_type"] in FLAT:
+        return _TextModel, gemma4_text.ModelArgs
+    return _Model, gemma4.ModelArgs
+
+
+def _text_names(weights: Mapping[str, mx.array], tied: bool) -> dict[str, mx.array]:
+    """The tensors of the text model under the names of `gemma4_text.Model`, whichever program saved them."""
+    named = {}
+    for original, value in weights.items():
+        if original.removeprefix("model.").startswith(OTHER_TOWERS):
+            continue
+        name = canonical(original)
+        if not name.startswith("lm_head."):
+            name = f"model.{name}"
+        elif tied:
+            continue  # tied: logits come from the embedding, here as in mlx-lm and transformers
+        if name in named:
+            raise ValueError(f"{name} is there twice, under two names")
+        named[name] = value
+    return named
+
+
+class _Model(gemma4.Model):  # type: ignore[misc]
+    """gemma4.Model while it loads."""
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        text = self.language_model
+        named = text.sanitize(_text_names(weights, text.tie_word_embeddings))
+        return {f"language_model.{name}": value for name, value in named.items()}
+
+
+class _TextModel(gemma4_text.Model):  # type: ignore[misc]
+    """gemma4_text.Model while it loads."""
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        named: dict[str, mx.array] = super().sanitize(_text_names(weights, self.tie_word_embeddings))
+        return named

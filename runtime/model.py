@@ -1,6 +1,8 @@
 """A specialized model: an mlx-lm Gemma 4 model that runs its generated file, and itself for whatever is left."""
 
 import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +14,7 @@ from .bound import Bound
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .monolith import call_text_model
-from .taps import HiddenTap, no_tap
+from .taps import HiddenTap, Tap, TapRecorder, no_tap
 from .watch import Watched, changes, plain_class
 
 
@@ -22,6 +24,8 @@ class Specialized(Watched):
     dispatch: Dispatch
     _bound: Bound
     _module: ModuleType | None
+    _generate: bool
+    _tap: HiddenTap | None
 
     def __call__(
         self,
@@ -33,6 +37,8 @@ class Specialized(Watched):
         **unknown: Any,
     ) -> mx.array:
         """Token ids [B, L] to logits [B, L, vocab], as mlx-lm's model; `tap` keeps hidden states on either path."""
+        if tap is None:
+            tap = self._tap
         bound = self._bound
         if bound.version != changes():
             bound = self._bind()
@@ -48,9 +54,12 @@ class Specialized(Watched):
                 **unknown,
             )
         assert inputs is not None
-        if tap is not None:
+        if tap is None:
+            logits = bound(inputs, cache, no_tap)
+        else:
             tap.begin(bound.sentinel, inputs.shape[1])
-        logits = bound(inputs, cache, no_tap if tap is None else tap)
+            logits = bound(inputs, cache, tap)
+            tap.end()
         self.dispatch.generated()
         return logits
 
@@ -70,10 +79,30 @@ class Specialized(Watched):
         tokens = inputs if embeddings is None else embeddings
         assert tokens is not None
         tap.begin(len(text["model"]["layers"]), tokens.shape[1])
-        return call_text_model(text, inputs, tap, cache=cache, **kwargs)
+        logits = call_text_model(text, inputs, tap, cache=cache, **kwargs)
+        tap.end()
+        return logits
+
+    @contextmanager
+    def tapped(
+        self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None
+    ) -> Iterator[TapRecorder]:
+        """Tap every forward inside the context, whoever calls it (`mlx_lm.stream_generate`, say).
+
+        with model.tapped([5, 17, 48]) as taps: ...; then `taps.steps` and `taps.rows(17)`. Arguments as HiddenTap's.
+        Raises StraightlineError if the model is tapped already.
+        """
+        if self._tap is not None:
+            raise StraightlineError("tapped: the model is tapped already; expected one context at a time")
+        recorder = TapRecorder(layers, position, edit)
+        object.__setattr__(self, "_tap", recorder)
+        try:
+            yield recorder
+        finally:
+            object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        bound = Bound(text_model(self), self._module)
+        bound = Bound(text_model(self), self._module, self._generate)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.file.__name__ if bound.file and not bound.reason else None
         self.dispatch.reason = bound.reason
@@ -87,10 +116,10 @@ class Specialized(Watched):
         twin.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OWN}, memo))
         entries: Any = self
         dict.update(twin, {key: copy.deepcopy(value, memo) for key, value in entries.items()})
-        return specialize(twin, self._module, strict=self.dispatch.strict)
+        return specialize(twin, self._module, strict=self.dispatch.strict, generate=self._generate)
 
 
-_OWN = ("dispatch", "_bound", "_module")
+_OWN = ("dispatch", "_bound", "_module", "_generate", "_tap")
 
 
 class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
@@ -114,12 +143,14 @@ def text_model(model: Any) -> nn.Module:
     return text
 
 
-def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = False) -> Any:
+def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = False, generate: bool = False) -> Any:
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
 
     model: a loaded mlx-lm Gemma 4 model, outer or text. It stays as it is, and both see adapters put into its layers.
     module: the generated module to use, from `load_generated`; by default the packaged one with the same fingerprint.
     strict: raise StraightlineError where the monolith would serve, here and at every call.
+    generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
+        again next time, with or without this flag.
 
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
     Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
@@ -135,7 +166,7 @@ def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = F
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    for name, value in (("dispatch", Dispatch(strict)), ("_module", module)):
+    for name, value in (("dispatch", Dispatch(strict)), ("_module", module), ("_generate", generate), ("_tap", None)):
         object.__setattr__(specialized, name, value)
     bound = specialized._bind()
     if strict and bound.reason:

@@ -20,12 +20,15 @@ class HiddenTap:
     layers: tap indices, in any order. Repeated ones are refused here, unknown ones by the first forward.
     position: keep only this token of the call (negative counts from the end), [B, 1, hidden] in place of
         [B, L, hidden].
+    edit: called as edit(index, rows) with the [B, L, hidden] stream at each chosen index; what it returns, of the
+        same shape and dtype, goes on in place of it and is what is captured. Steering: the output is then no longer
+        the monolith's.
 
     captured: {index: mx.array} of the latest forward, in the model's dtype, by reference and not yet evaluated.
     Raises StraightlineError.
     """
 
-    def __init__(self, layers: Iterable[int], position: int | None = None) -> None:
+    def __init__(self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None) -> None:
         wanted = list(layers)
         for index in wanted:
             if type(index) is not int or index < -1:
@@ -37,6 +40,7 @@ class HiddenTap:
             raise StraightlineError(f"HiddenTap: position is {position!r}; expected an integer or None")
         self.layers = frozenset(wanted)
         self.position = position
+        self.edit = edit
         self.captured: dict[int, mx.array] = {}
 
     def begin(self, sentinel: int, length: int) -> None:
@@ -53,10 +57,51 @@ class HiddenTap:
             )
         self.captured = {}
 
+    def end(self) -> None:
+        """Called when a forward is built, before anything is evaluated."""
+
     def __call__(self, index: int, value: mx.array) -> mx.array:
         if index in self.layers:
+            if self.edit is not None:
+                value = self._edited(index, value)
             self.captured[index] = value if self.position is None else _row(value, self.position)
         return value
+
+    def _edited(self, index: int, value: mx.array) -> mx.array:
+        assert self.edit is not None
+        edited = self.edit(index, value)
+        if not isinstance(edited, mx.array) or edited.shape != value.shape or edited.dtype != value.dtype:
+            found = f"{edited.dtype} {edited.shape}" if isinstance(edited, mx.array) else type(edited).__name__
+            raise StraightlineError(f"HiddenTap: edit returned {found}; expected {value.dtype} {value.shape}")
+        return edited
+
+
+class TapRecorder(HiddenTap):
+    """What `model.tapped` gives: a HiddenTap that keeps every forward, in order, while the context is open.
+
+    steps: one {index: rows} for each forward: a prompt chunk [B, chunk, hidden], then [B, 1, hidden] a token.
+        mlx-lm's generation loop runs one forward ahead of the token that it yields.
+    """
+
+    def __init__(self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None) -> None:
+        super().__init__(layers, position, edit)
+        self.steps: list[dict[int, mx.array]] = []
+
+    def begin(self, sentinel: int, length: int) -> None:
+        super().begin(sentinel, length)
+        self.steps.append(self.captured)
+
+    def end(self) -> None:
+        """Called when a forward is built: starts its rows, since a row left lazy would keep its whole graph alive."""
+        mx.async_eval(*self.captured.values())  # type: ignore[no-untyped-call]
+
+    def rows(self, index: int) -> mx.array:
+        """The rows of all forwards at one index, joined along the tokens: [B, tokens, hidden]."""
+        if index not in self.layers:
+            raise StraightlineError(f"tapped: {index} was not asked for; expected one of {sorted(self.layers)}")
+        if not self.steps:
+            raise StraightlineError("tapped: nothing has been run yet; expected a forward inside the context")
+        return mx.concatenate([step[index] for step in self.steps], axis=1)
 
 
 def _row(value: mx.array, position: int) -> mx.array:
