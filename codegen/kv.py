@@ -7,10 +7,11 @@ words. Imports no MLX.
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import SpecError, show
+from .errors import SpecError, listing, show
 from .fields import Fields
 from .spec import Attention, Spec
 
+KEYS = ("layer_idx", "bits", "group_size")
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 
@@ -38,19 +39,23 @@ def read_kv_config(entries: object, spec: Spec, where: str = "kv_config.json") -
     found: dict[int, Quantized | None] = {}
     for position, values in enumerate(entries):
         entry = Fields(values, where, f"[{position}].")
+        unknown = [key for key in entry.values if key not in KEYS]
+        if unknown:
+            raise SpecError(
+                f"{where}: [{position}] has the key {show(unknown[0])}; expected {listing(list(KEYS))} only"
+            )
         entry.require(["layer_idx", "bits"], "both stated")
         layer = _layer(entry, spec)
         if layer in found:
             raise SpecError(f"{where}: [{position}].layer_idx is {layer} a second time; expected each layer once")
         found[layer] = _quantized(entry, spec, layer)
-        entry.finish({})
     return tuple(found.get(layer) for layer in spec.owners)
 
 
 def uniform_kv_config(
     spec: Spec, bits: int, group_size: int = 64, *, keep_last_full: bool = False
 ) -> list[dict[str, int]]:
-    """The kv_config that gives every layer the same bits; keep_last_full: but the last full-attention cache is plain."""
+    """The kv_config that gives every layer the same bits, or every layer but the last full-attention cache."""
     full = [layer for layer in spec.owners if spec.layers[layer].attention is Attention.FULL]
     kept = full[-1:] if keep_last_full else []
     return [{"layer_idx": layer, "bits": bits, "group_size": group_size} for layer in spec.owners if layer not in kept]
@@ -73,7 +78,7 @@ def _quantized(entry: Fields, spec: Spec, layer: int) -> Quantized | None:
         if "group_size" in entry.values:
             _one_of(entry, "group_size", (0, *GROUP_SIZES))
         return None
-    entry.require(["group_size"], "how many numbers share a scale")
+    entry.require(["group_size"], "the count of numbers that share a scale")
     group_size = _one_of(entry, "group_size", GROUP_SIZES)
     head_dim = spec.layers[layer].head_dim
     # Whole groups of 32 and more also fill whole uint32 words at any number of bits.
