@@ -4,8 +4,8 @@ from .versions import check_versions
 
 check_versions()
 
-from .caches import make_cache  # noqa: E402
 from .errors import StraightlineError  # noqa: E402
+from .kv import make_cache  # noqa: E402
 from .loading import load  # noqa: E402
 from .model import specialize  # noqa: E402
 from .registry import load_generated  # noqa: E402

@@ -13,6 +13,9 @@ from mlx_lm.models import gemma4, gemma4_text
 from .bound import Bound
 from .dispatch import Dispatch
 from .errors import StraightlineError
+from .kv import quantizable
+from .kv.layouts import refuse_mixed
+from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
 from .taps import HiddenTap, Tap, TapRecorder, no_tap
 from .watch import Watched, changes, plain_class
@@ -72,6 +75,8 @@ class Specialized(Watched):
     ) -> mx.array:
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
+        refuse_mixed(cache)
+        cache = with_stand_ins(cache, text["model"].previous_kvs)
         if tap is None:
             logits: mx.array = plain_model_class(self).__call__(self, inputs, cache=cache, **kwargs)
             return logits
@@ -82,6 +87,10 @@ class Specialized(Watched):
         logits = call_text_model(text, inputs, tap, cache=cache, **kwargs)
         tap.end()
         return logits
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches, with rings that `mlx_lm.generate --kv-bits` can quantize."""
+        return quantizable(plain_model_class(self).make_cache(self))
 
     @contextmanager
     def tapped(

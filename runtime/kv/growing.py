@@ -1,0 +1,43 @@
+"""GrowingKVCache: mlx-lm's KVCache, whose state holds the rows of its tokens and nothing else.
+
+mlx-lm's own state is the whole allocation, in which rejected tokens and zeros lie behind the last row.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+
+class GrowingKVCache(KVCache):  # type: ignore[misc]
+    """Every token, in order, from slot 0. `trim(n)` is exact at any time: it moves the offset, and rows go stale.
+
+    Serves layers with full attention when they roll back, and each part of a quantized one.
+    """
+
+    @property
+    def state(self) -> tuple[Any, Any, int]:
+        """keys and values [B, heads, offset, dim] (None if empty), and the offset."""
+        if self.keys is None:
+            return None, None, self.offset
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.keys, self.values, self.offset = map(fresh, state)
+
+    def trim(self, n: int) -> int:
+        """Take back the last n tokens (all, if there are fewer): moves the offset, touches no row."""
+        trimmed: int = super().trim(n)
+        if not self.offset:
+            self.keys = self.values = None
+        return trimmed
+
+    def __copy__(self) -> "GrowingKVCache":
+        copy: GrowingKVCache = type(self).from_state(self.state)
+        return copy
+
+
+def fresh(value: Any) -> Any:
+    """The same rows under another Python object: caches write into theirs in place, so no two may share one."""
+    return value[...] if isinstance(value, mx.array) else value

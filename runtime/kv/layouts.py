@@ -1,0 +1,55 @@
+"""Which cache classes lay rows out alike. One mask serves all layers of a kind, so their caches must be of one layout."""
+
+from typing import Any
+
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..errors import StraightlineError
+from .growing import GrowingKVCache
+from .quantized import (
+    BatchQuantizedGrowingCache,
+    BatchQuantizedRingCache,
+    QuantizedGrowingCache,
+    QuantizedRingCache,
+    QuantizedRollbackCache,
+)
+from .ring import RotatingKVCache
+from .rollback import SlidingRollbackCache
+
+# Class to (kind of layer as a generated file spells it, layout).
+LAYOUTS: dict[type, tuple[str, str]] = {
+    mlx_lm_cache.RotatingKVCache: ("sliding", "ring"),
+    RotatingKVCache: ("sliding", "ring"),
+    QuantizedRingCache: ("sliding", "ring"),
+    mlx_lm_cache.BatchRotatingKVCache: ("sliding", "batch ring"),
+    BatchQuantizedRingCache: ("sliding", "batch ring"),
+    SlidingRollbackCache: ("sliding", "rollback"),
+    QuantizedRollbackCache: ("sliding", "rollback"),
+    mlx_lm_cache.KVCache: ("full", "growing"),
+    GrowingKVCache: ("full", "growing"),
+    mlx_lm_cache.QuantizedKVCache: ("full", "growing"),
+    QuantizedGrowingCache: ("full", "growing"),
+    mlx_lm_cache.BatchKVCache: ("full", "batch growing"),
+    BatchQuantizedGrowingCache: ("full", "batch growing"),
+}
+
+
+def mixed_layouts(caches: Any) -> str:
+    """What is wrong with a list whose caches of one kind differ in layout; empty if nothing is."""
+    first: dict[str, tuple[int, Any, str]] = {}
+    for index, cache in enumerate(caches or ()):
+        kind, layout = LAYOUTS.get(type(cache), ("", ""))
+        position, other, expected = first.setdefault(kind, (index, cache, layout))
+        if layout != expected:
+            return (
+                f"cache {index} is {type(cache).__name__}, but cache {position} is {type(other).__name__}, "
+                f"and one mask serves all {kind} layers; expected caches of one make_cache"
+            )
+    return ""
+
+
+def refuse_mixed(caches: Any) -> None:
+    """Raises StraightlineError where mlx-lm would go on with a mask that fits some layers only."""
+    reason = mixed_layouts(caches)
+    if reason:
+        raise StraightlineError(reason)

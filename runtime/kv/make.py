@@ -1,0 +1,64 @@
+"""make_cache: the caches of a model, from its architecture and a kv_config."""
+
+from typing import Any
+
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import RotatingKVCache as PlainRing
+
+from ...codegen.config import read_arguments
+from ...codegen.errors import SpecError
+from ...codegen.kv import Quantized, read_kv_config
+from ...codegen.spec import Attention, Spec
+from ..errors import StraightlineError
+from .growing import GrowingKVCache
+from .quantized import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache
+from .ring import RotatingKVCache
+from .rollback import DEPTH, SlidingRollbackCache
+
+MOST_DEPTH = 4096
+
+
+def make_cache(
+    model: Any, kv_config: list[dict[str, int]] | None = None, rollback: bool = False, *, depth: int = DEPTH
+) -> list[Any]:
+    """The cache list to pass to a model: one for each layer that owns keys and values.
+
+    model: a loaded mlx-lm Gemma 4 model, specialized or not.
+    kv_config: a parsed kv_config.json, `[{"layer_idx": 3, "bits": 8, "group_size": 64}, ...]`. Layers that are left
+        out, and layers of 0 bits, store keys and values as they are.
+    rollback: every cache takes back up to `depth` tokens behind the furthest one it has seen, at any time and exactly
+        (`trim(n)`, or mlx-lm's trim_prompt_cache). Costs 2 * depth - 1 rows more in each sliding layer.
+
+    Raises StraightlineError for a kv_config that does not fit the model, saying where, what, and what instead.
+    """
+    if type(rollback) is not bool:
+        raise StraightlineError(f"make_cache: rollback is {rollback!r}; expected True or False")
+    if type(depth) is not int or not 1 <= depth <= MOST_DEPTH:
+        raise StraightlineError(f"make_cache: depth is {depth!r}; expected an integer from 1 to {MOST_DEPTH}")
+    if kv_config is None and not rollback:
+        return quantizable(model.make_cache())
+    try:
+        spec = read_arguments(model.get("language_model", model).args)
+        storage = read_kv_config(kv_config, spec, "kv_config")
+    except SpecError as error:
+        raise StraightlineError(f"make_cache: {error}") from None
+    return [_one(spec, layer, kv, depth if rollback else 0) for layer, kv in zip(spec.owners, storage, strict=True)]
+
+
+def quantizable(caches: list[Any]) -> list[Any]:
+    """New caches as mlx-lm makes them, its rings replaced by those that `--kv-bits` can quantize."""
+    return [RotatingKVCache(one.max_size, one.keep) if type(one) is PlainRing else one for one in caches]
+
+
+def _one(spec: Spec, layer: int, kv: Quantized | None, depth: int) -> Any:
+    """The cache of one layer; a depth of 0 is no rollback."""
+    window = spec.sliding_window
+    if spec.layers[layer].attention is Attention.FULL:
+        if kv is not None:
+            return QuantizedGrowingCache(kv.bits, kv.group_size)
+        return GrowingKVCache() if depth else KVCache()
+    if kv is not None:
+        if depth:
+            return QuantizedRollbackCache(kv.bits, kv.group_size, window, depth)
+        return QuantizedRingCache(kv.bits, kv.group_size, window)
+    return SlidingRollbackCache(window, depth) if depth else RotatingKVCache(window)

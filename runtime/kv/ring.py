@@ -1,0 +1,39 @@
+"""RotatingKVCache: mlx-lm's ring, which can also be quantized.
+
+Named as mlx-lm's, so that a saved prompt cache holds the name that plain mlx-lm knows.
+"""
+
+from typing import Any
+
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..errors import StraightlineError
+
+
+class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
+    """The last `max_size` tokens, laid out by mlx-lm's own code and therefore bit-equal to mlx-lm's ring.
+
+    Serves sliding layers that do not roll back, and each part of a quantized one.
+    """
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """The same tokens in the same slots, packed: what `mlx_lm.generate --kv-bits` asks every cache for."""
+        from .quantized import QuantizedRingCache
+
+        return QuantizedRingCache.of(self, bits=bits, group_size=group_size)
+
+    def trim(self, n: int) -> int:
+        """Raises StraightlineError once rows are lost; mlx-lm's own moves the offset over them."""
+        if n > 0 and not self.is_trimmable():
+            raise StraightlineError(
+                f"RotatingKVCache: trim({n}) after {self.offset} tokens, but a ring of {self.max_size} that is full "
+                "has lost what it would go back to; use make_cache(model, rollback=True)"
+            )
+        trimmed: int = super().trim(n)
+        return trimmed
+
+    def __copy__(self) -> "RotatingKVCache":
+        from .growing import fresh
+
+        copy: RotatingKVCache = type(self).from_state(map(fresh, self.state))
+        return copy
