@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . .ci/venv.sh
 root=$PWD
 cd "$caller"
-exec "$root/.venv/bin/python" -m straightline.codegen "$@"
+exec "$root/.venv/bin/python" -P -m straightline.codegen "$@"

@@ -21,9 +21,10 @@ def show(value: object, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 4] + '..."'
 
 
-def listing(names: list[str], most: int = 6) -> str:
-    """Names in one sentence: `a`, `a and b`, `a, b and c`, `a, b, c and 9 more`."""
-    names = [name if len(name) <= 60 else name[:57] + "..." for name in names]
-    if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
+def listing(names: list[str], most: int = 6, count: int | None = None) -> str:
+    """Names in one sentence: `a`, `a and b`, `a, b and c`, `a, b and 9 more` (of `count`, if not all are given)."""
+    count = len(names) if count is None else count
+    names = [name if len(name) <= 60 else name[:57] + "..." for name in names[:most]]
+    if count > most:
+        return f"{', '.join(names)} and {count - most} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

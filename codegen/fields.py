@@ -78,10 +78,11 @@ class Fields:
 
     def finish(self, ignored: Mapping[str, str]) -> None:
         """Refuse what is neither read nor in `ignored` (key to the reason why it cannot change the forward)."""
-        left = sorted(show(key) for key in self.values if key not in self.taken and key not in ignored)
+        left = [key for key in self.values if key not in self.taken and key not in ignored]
         if left:
-            noun = "this key" if len(left) == 1 else "these keys"
+            names = listing(sorted(map(show, left[:1000])), count=len(left))  # there may be a million
+            noun, pronoun = ("this key", "it") if len(left) == 1 else ("these keys", "them")
             raise SpecError(
-                f"{self.where}: {self.path or 'the top level '}has {listing(left)}, unknown to straightline; "
-                f"expected a Gemma 4 config (if {noun} cannot change the text forward, remove it from the file)"
+                f"{self.where}: {self.path.rstrip('.') or 'the top level'} has {names}, unknown to straightline; "
+                f"expected a Gemma 4 config (if {noun} cannot change the text forward, remove {pronoun} from the file)"
             )

@@ -1,0 +1,44 @@
+"""The tensors of a checkpoint's folder: names and shapes. Reads headers, never weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .config import read_file
+from .errors import SpecError, show
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SHARDS = "model*.safetensors"  # the files that mlx-lm loads
+
+Shape = tuple[int, ...]
+Tensors = Mapping[str, Shape | None]  # None: only an index names the tensor
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Shard headers tell; an index without its shards tells the names only, as in a partly downloaded checkpoint."""
+    shards = sorted(folder.glob(SHARDS))
+    index = folder / INDEX
+    if not shards and not index.exists():
+        raise SpecError(f"{folder}: has neither {SHARDS} nor {INDEX}; expected the weights beside {CONFIG}")
+    tensors: dict[str, Shape | None] = dict(_indexed(index, {path.name for path in shards}) if index.exists() else {})
+    for path in shards:
+        tensors |= _header(path)
+    return tensors
+
+
+def _indexed(path: Path, present: set[str]) -> dict[str, None]:
+    """The names that the index puts into shards that are not here."""
+    names = read_file(path, "an index of safetensors files").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise SpecError(f"{path.name}: weight_map is {show(names)}; expected an object of tensor names and file names")
+    return {name: None for name, shard in names.items() if shard not in present}
+
+
+def _header(path: Path) -> dict[str, Shape]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SpecError(f"{path.name}: cannot be read ({error}); expected a safetensors file") from None
