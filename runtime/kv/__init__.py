@@ -10,6 +10,7 @@
 Importing this makes them known to mlx-lm's load_prompt_cache.
 """
 
+from .files import load_cache, save_cache
 from .growing import GrowingKVCache
 from .make import make_cache, quantizable
 from .quantized import (
@@ -45,7 +46,9 @@ __all__ = [
     "QuantizedRollbackCache",
     "RotatingKVCache",
     "SlidingRollbackCache",
+    "load_cache",
     "make_cache",
     "quantizable",
+    "save_cache",
     "with_stand_ins",
 ]

@@ -1,4 +1,4 @@
-"""Which cache classes lay rows out alike. One mask serves all layers of a kind, so their caches must be of one layout."""
+"""Which cache classes lay rows out alike. One mask serves all layers of a kind, so these must agree."""
 
 from typing import Any
 

@@ -224,6 +224,6 @@ def _expect_same(first: Any, other: Any, expected: type) -> None:
     if found is not expected or (other.bits, other.group_size) != (first.bits, first.group_size):
         packing = f" of {other.bits} bits in groups of {other.group_size}" if hasattr(other, "bits") else ""
         raise StraightlineError(
-            f"a batch of {expected.__name__} cannot hold a {found.__name__}{packing}; expected {first.bits} bits in groups of "
-            f"{first.group_size} in every row: make all caches with the same kv_config"
+            f"a batch of {expected.__name__} cannot hold a {found.__name__}{packing}; expected {first.bits} bits in "
+            f"groups of {first.group_size} in every row: make all caches with the same kv_config"
         )

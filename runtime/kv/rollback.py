@@ -105,17 +105,17 @@ class SlidingRollbackCache(_BaseCache):  # type: ignore[misc]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
         """The mask for an append of N tokens: None or "causal" where that says it all, else bool [N, rows]."""
-        window = self.window if window_size is None else window_size
+        length, window = N, self.window if window_size is None else window_size
         if window > self.window:
             raise StraightlineError(
                 f"{type(self).__name__}: make_mask for a window of {window}, but the cache holds {self.window}; "
                 "make it with make_cache(model, rollback=True)"
             )
-        if self.offset + N <= window and not return_array:
-            return None if N == 1 else "causal"
-        if N > self.in_place:
-            return mask_over_chunk(min(self.offset, self.window - 1), N, window)
-        return mask_over_slots(self.offset, N, window, self.capacity)
+        if self.offset + length <= window and not return_array:
+            return None if length == 1 else "causal"
+        if length > self.in_place:
+            return mask_over_chunk(min(self.offset, self.window - 1), length, window)
+        return mask_over_slots(self.offset, length, window, self.capacity)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The rows of the state: the last window - 1 + depth tokens at most, in order of time."""
