@@ -14,7 +14,7 @@ from .fields import Fields
 from .spec import Attention, Experts, Layer, Rope, RopeKind, Spec
 
 MOST_BYTES = 4 * 1024 * 1024  # published configs are under 10 KB; per-module quantization maps reach a few hundred
-MOST_LAYERS = 512
+MOST_LAYERS = 256
 MOST_SIZE = 1 << 20
 MOST_VOCAB = 1 << 24
 

@@ -4,7 +4,7 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add
+from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, scaled_add
 
 FINGERPRINT = "0619f78076b4af31"
 LAYERS = 60
