@@ -1,5 +1,6 @@
 """Bound: one generated file with one model's weights, ready to be called; or the reason why there is none."""
 
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -8,8 +9,11 @@ import mlx.nn as nn
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
+from ..codegen.spec import Spec
 from .caches import CacheGuard
 from .errors import StraightlineError
+from .evaluation import evaluate
+from .facts import check_facts
 from .registry import find_generated
 from .taps import Tap
 from .user_files import find_user_file, make_user_file
@@ -20,22 +24,35 @@ from .weights import bind
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
-    def __init__(self, text: nn.Module, file: ModuleType | None, generate: bool = False) -> None:
+    def __init__(
+        self, text: nn.Module, file: ModuleType | None, generate: bool = False, found: ModuleType | None = None
+    ) -> None:
+        """file: the only one to use, or None. found: the one that served last time, if any."""
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
-        self.file = file
+        self.marked = list(text["model"]["layers"])
+        self.marks = [mark(module) for module in self.marked]
+        self.file = file or found
         self.reason = ""
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
-            self.file = file = choose_file(text, file, generate)
+            spec = read_arguments(text.args)
+            if file is None and found is not None and spec.fingerprint == found.FINGERPRINT:
+                file = found
+            self.file = file = choose_file(spec, file, generate)
             self.weights = bind(file, text)
+            check_facts(text, spec)
             self.forward = file.forward
             self.sentinel: int = file.SENTINEL
             self.guard = CacheGuard(file.CACHES)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
+
+    def stale(self) -> bool:
+        """Whether a module has changed since; also without a word, as mx.compile swaps the arrays of its inputs."""
+        return self.version != changes() or not all(map(is_, map(mark, self.marked), self.marks))
 
     def refuse(self, inputs: object, cache: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
         """Why this call is not for the generated file; empty if it is."""
@@ -57,16 +74,20 @@ class Bound:
         return logits
 
 
-def choose_file(text: nn.Module, file: ModuleType | None, generate: bool) -> ModuleType:
-    """The generated module whose fingerprint is the model's. Raises StraightlineError or SpecError."""
-    spec = read_arguments(text.args)
+def mark(layer: Any) -> Any:
+    """One array of a decoder layer; the object itself if it is none."""
+    return layer.get("layer_scalar") if isinstance(layer, dict) else layer
+
+
+def choose_file(spec: Spec, file: ModuleType | None, generate: bool) -> ModuleType:
+    """The generated module for this architecture: `file` if it is, else one found or made. Raises StraightlineError."""
     if file is not None:
         if spec.fingerprint != file.FINGERPRINT:
             raise StraightlineError(
                 f"the file is made for the fingerprint {file.FINGERPRINT}, but the model has {spec.fingerprint}"
             )
         return file
-    found = find_generated(spec.fingerprint) or find_user_file(spec)
+    found = find_generated(spec.fingerprint) or find_user_file(spec, generate)
     if found is None and generate:
         found = make_user_file(spec)
     if found is None:
@@ -81,4 +102,4 @@ def evaluate_hidden_arrays(root: nn.Module) -> None:
 
     Left lazy, they belong to the loading thread's stream, and the first forward in another thread fails.
     """
-    mx.eval([value for module in root.modules() for value in module.values() if isinstance(value, mx.array)])
+    evaluate([value for module in root.modules() for key, value in module.items() if key.startswith("_")])

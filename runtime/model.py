@@ -18,14 +18,14 @@ from .kv.layouts import refuse_mixed
 from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
 from .taps import HiddenTap, Tap, TapRecorder, no_tap
-from .watch import Watched, changes, plain_class
+from .watch import Watched, plain_class
 
 
 class Specialized(Watched):
     """What `specialize` adds to mlx-lm's model class. Weights, adapters, `save` and `eval` see an ordinary model."""
 
     dispatch: Dispatch
-    _bound: Bound
+    _bound: Bound | None
     _module: ModuleType | None
     _generate: bool
     _tap: HiddenTap | None
@@ -43,7 +43,7 @@ class Specialized(Watched):
         if tap is None:
             tap = self._tap
         bound = self._bound
-        if bound.version != changes():
+        if bound is None or bound.stale():
             bound = self._bind()
         reason = bound.refuse(inputs, cache, input_embeddings, per_layer_inputs, unknown)
         if reason:
@@ -60,9 +60,9 @@ class Specialized(Watched):
         if tap is None:
             logits = bound(inputs, cache, no_tap)
         else:
-            tap.begin(bound.sentinel, inputs.shape[1])
-            logits = bound(inputs, cache, tap)
-            tap.end()
+            step = tap.begin(bound.sentinel, inputs.shape[1])
+            logits = bound(inputs, cache, step)
+            step.end()
         self.dispatch.generated()
         return logits
 
@@ -83,9 +83,9 @@ class Specialized(Watched):
         embeddings = kwargs.get("input_embeddings")
         tokens = inputs if embeddings is None else embeddings
         assert tokens is not None
-        tap.begin(len(text["model"]["layers"]), tokens.shape[1])
-        logits = call_text_model(text, inputs, tap, cache=cache, **kwargs)
-        tap.end()
+        step = tap.begin(len(text["model"]["layers"]), tokens.shape[1])
+        logits = call_text_model(text, inputs, step, cache=cache, **kwargs)
+        step.end()
         return logits
 
     def make_cache(self) -> list[Any]:
@@ -111,7 +111,8 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        bound = Bound(text_model(self), self._module, self._generate)
+        found = self._bound.file if self._bound is not None else None
+        bound = Bound(text_model(self), self._module, self._generate, found)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.file.__name__ if bound.file and not bound.reason else None
         self.dispatch.reason = bound.reason
@@ -125,7 +126,8 @@ class Specialized(Watched):
         twin.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OWN}, memo))
         entries: Any = self
         dict.update(twin, {key: copy.deepcopy(value, memo) for key, value in entries.items()})
-        return specialize(twin, self._module, strict=self.dispatch.strict, generate=self._generate)
+        memo[id(self)] = specialized = _specialized(twin, self._module, self.dispatch.strict, self._generate)
+        return specialized
 
 
 _OWN = ("dispatch", "_bound", "_module", "_generate", "_tap")
@@ -156,7 +158,10 @@ def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = F
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
 
     model: a loaded mlx-lm Gemma 4 model, outer or text. It stays as it is, and both see adapters put into its layers.
-    module: the generated module to use, from `load_generated`; by default the packaged one with the same fingerprint.
+        Adapters, new weights and replaced modules are noticed; an array that is edited in place (`weight[0] = 1`)
+        must be assigned to its module to be.
+    module: the generated module to use, from `load_generated`; by default the packaged one with the same fingerprint
+        (for a model that is specialized already, the one that it uses).
     strict: raise StraightlineError where the monolith would serve, here and at every call.
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
         again next time, with or without this flag.
@@ -164,10 +169,18 @@ def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = F
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
     Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
     """
-    if isinstance(model, Specialized):
-        plain: Any = plain_model_class(model)
-    else:
-        plain = plain_class(model)
+    if isinstance(model, Specialized) and module is None:
+        module = model._module
+    specialized = _specialized(model, module, strict, generate)
+    bound = specialized._bind()
+    if strict and bound.reason:
+        raise StraightlineError(f"strict: {bound.reason}")
+    return specialized
+
+
+def _specialized(model: Any, module: ModuleType | None, strict: bool, generate: bool) -> Any:
+    """Not bound yet; the first call binds."""
+    plain: Any = plain_model_class(model) if isinstance(model, Specialized) else plain_class(model)
     if plain not in CLASSES:
         raise StraightlineError(
             f"model is {plain.__module__}.{plain.__name__}; expected mlx_lm.models.gemma4.Model or gemma4_text.Model"
@@ -175,9 +188,7 @@ def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = F
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    for name, value in (("dispatch", Dispatch(strict)), ("_module", module), ("_generate", generate), ("_tap", None)):
+    own = {"dispatch": Dispatch(strict), "_bound": None, "_module": module, "_generate": generate, "_tap": None}
+    for name, value in own.items():
         object.__setattr__(specialized, name, value)
-    bound = specialized._bind()
-    if strict and bound.reason:
-        raise StraightlineError(f"strict: {bound.reason}")
     return specialized

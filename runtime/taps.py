@@ -43,8 +43,11 @@ class HiddenTap:
         self.edit = edit
         self.captured: dict[int, mx.array] = {}
 
-    def begin(self, sentinel: int, length: int) -> None:
-        """Called at the start of a forward of `length` tokens: forgets the last one, refuses what cannot be served."""
+    def begin(self, sentinel: int, length: int) -> "HiddenTap":
+        """Called at the start of a forward of `length` tokens: the tap for that forward, with nothing captured yet.
+
+        Refuses what cannot be served.
+        """
         unknown = sorted(index for index in self.layers if index > sentinel)
         if unknown:
             raise StraightlineError(
@@ -56,6 +59,7 @@ class HiddenTap:
                 f"expected {-length} to {length - 1}"
             )
         self.captured = {}
+        return self
 
     def end(self) -> None:
         """Called when a forward is built, before anything is evaluated."""
@@ -87,13 +91,9 @@ class TapRecorder(HiddenTap):
         super().__init__(layers, position, edit)
         self.steps: list[dict[int, mx.array]] = []
 
-    def begin(self, sentinel: int, length: int) -> None:
-        super().begin(sentinel, length)
-        self.steps.append(self.captured)
-
-    def end(self) -> None:
-        """Called when a forward is built: starts its rows, since a row left lazy would keep its whole graph alive."""
-        mx.async_eval(*self.captured.values())  # type: ignore[no-untyped-call]
+    def begin(self, sentinel: int, length: int) -> HiddenTap:
+        """Each forward gets a tap of its own, so that threads do not mix rows and one that fails leaves none."""
+        return _Step(self).begin(sentinel, length)
 
     def rows(self, index: int) -> mx.array:
         """The rows of all forwards at one index, joined along the tokens: [B, tokens, hidden]."""
@@ -102,6 +102,20 @@ class TapRecorder(HiddenTap):
         if not self.steps:
             raise StraightlineError("tapped: nothing has been run yet; expected a forward inside the context")
         return mx.concatenate([step[index] for step in self.steps], axis=1)
+
+
+class _Step(HiddenTap):
+    """The tap of one forward of a TapRecorder."""
+
+    def __init__(self, recorder: TapRecorder) -> None:
+        super().__init__(recorder.layers, recorder.position, recorder.edit)
+        self._recorder = recorder
+
+    def end(self) -> None:
+        """Starts the rows, since a row left lazy would keep its whole graph alive, then hands them over."""
+        mx.async_eval(*self.captured.values())  # type: ignore[no-untyped-call]
+        self._recorder.captured = self.captured
+        self._recorder.steps.append(self.captured)
 
 
 def _row(value: mx.array, position: int) -> mx.array:

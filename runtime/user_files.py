@@ -31,20 +31,35 @@ def user_file(spec: Spec) -> Path:
 
 @cache
 def _renderer() -> str:
-    """Changes with the version of straightline and with any template."""
+    """Changes with the version of straightline, and with any template or source of the generator."""
     digest = hashlib.sha256()
     try:
         digest.update(version("straightline").encode())
     except PackageNotFoundError:  # run from a checkout that is not installed
         digest.update(b"checkout")
-    for template in sorted((Path(__file__).parent.parent / "templates").glob("*.j2")):
-        digest.update(template.read_bytes())
+    package = Path(__file__).parent.parent
+    for source in sorted([*(package / "templates").glob("*.j2"), *(package / "codegen").rglob("*.py")]):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:8]
 
 
-def find_user_file(spec: Spec) -> ModuleType | None:
+def find_user_file(spec: Spec, again: bool = False) -> ModuleType | None:
+    """The file kept for this architecture, if any. Raises StraightlineError if it is damaged.
+
+    again: a damaged file is as good as none, since it is about to be made again.
+    """
     path = user_file(spec)
-    return load_generated(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        module = load_generated(path)
+        if spec.fingerprint != module.FINGERPRINT:
+            raise StraightlineError(f"{path} is made for {module.FINGERPRINT}; expected {spec.fingerprint}")
+    except StraightlineError as error:
+        if again:
+            return None
+        raise StraightlineError(f"{error}; specialize(model, generate=True) makes it again") from None
+    return module
 
 
 def make_user_file(spec: Spec) -> ModuleType:
@@ -62,12 +77,18 @@ def make_user_file(spec: Spec) -> ModuleType:
     source = source_of(spec_target(spec, f"gemma4-{spec.fingerprint}"))
     path = user_file(spec)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(source)
-        os.replace(file.name, path)
+        _write(path, source)
     except OSError as error:
         raise StraightlineError(
             f"{path.parent}: cannot be written ({error.strerror}); set STRAIGHTLINE_CACHE to a folder that can"
         ) from None
     return load_generated(path)
+
+
+def _write(path: Path, source: str) -> None:
+    """In one step, so that nobody ever sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        written = Path(folder) / path.name
+        written.write_text(source, encoding="utf-8")
+        os.replace(written, path)

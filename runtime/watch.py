@@ -24,8 +24,11 @@ def _counted(name: str, base: type) -> Any:
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _changes
-        _changes += 1
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            # Counted when it is done: a forward in another thread that binds before that will bind again.
+            _changes += 1
 
     return counted
 
@@ -39,14 +42,22 @@ class Watched:
     popitem = _counted("popitem", dict)
     clear = _counted("clear", dict)
     setdefault = _counted("setdefault", dict)
+    __ior__ = _counted("__ior__", dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain class, which can be found by its name."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, arguments, *rest = reduced
+        return (made, (plain_class(self), *arguments[1:]), *rest)
 
 
 class WatchedList(list[Any]):
-    """A list of modules (`layers`) that counts its changes too."""
+    """A list of a module (`layers`) that counts its changes too."""
 
     __setitem__ = _counted("__setitem__", list)
     __delitem__ = _counted("__delitem__", list)
     __iadd__ = _counted("__iadd__", list)
+    __imul__ = _counted("__imul__", list)
     append = _counted("append", list)
     extend = _counted("extend", list)
     insert = _counted("insert", list)
@@ -69,13 +80,13 @@ def plain_class(module: object) -> type:
 
 
 def watch(root: nn.Module) -> None:
-    """Watch every module below `root` (and not yet watched), and the lists that hold modules."""
+    """Watch every module below `root` (and not yet watched), and their lists."""
     for module in list(_below(root)):
         kind: Any = type(module)
         if Watched not in kind.__mro__:
             module.__class__ = _watched_class(kind)
         for key, value in module.items():
-            if type(value) is list and any(isinstance(item, nn.Module) for item in value):
+            if type(value) is list:
                 dict.__setitem__(module, key, WatchedList(value))
 
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text, switch_layers
 
 from .errors import StraightlineError
+from .evaluation import evaluate
 from .watch import plain_class
 
 # What a generated file calls it, and where mlx-lm keeps it.
@@ -73,7 +74,7 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
         for index, (layer, groups) in enumerate(zip(inner["layers"], file.LAYER_WEIGHTS, strict=True))
     ]
     # Constants baked at import are evaluated here: left lazy, they belong to the stream of the importing thread.
-    mx.eval([value for value in vars(file).values() if isinstance(value, mx.array)])
+    evaluate([value for value in vars(file).values() if isinstance(value, mx.array)])
     return weights
 
 
@@ -120,7 +121,7 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, nn.Mod
     if slot == "router_norm":
         # The monolith multiplies the two at every call; the product is the same bits.
         folded = _get(module, "router.scale", where) * module["router"]._root_size
-        mx.eval(folded)
+        evaluate(folded)
         return folded, ("router.scale",)
     raise StraightlineError(f"the file reads {slot}; expected a file made by this version of straightline")
 
@@ -131,7 +132,7 @@ def linear(module: Any) -> Callable[[mx.array], mx.array]:
         return _quantized_linear(module)
     if plain_class(module) is nn.Linear and "bias" not in module:
         transposed: mx.array = module["weight"].T
-        mx.eval(transposed)
+        evaluate(transposed)
         return lambda x: x @ transposed
     call: Callable[[mx.array], mx.array] = module
     return call
