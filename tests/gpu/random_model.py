@@ -1,0 +1,110 @@
+"""An mlx-lm Gemma 4 model with random quantized weights, whatever its size: nothing large is ever held in floats.
+
+mlx-lm's model and its quantization are built lazily and give names, shapes and settings; every array is then replaced.
+"""
+
+import copy
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4, gemma4_text
+
+GROUP_SIZE = 64
+BITS = 4  # the router 8, by mlx-lm's own quant_predicate
+
+
+def build(config: dict[str, Any], dtype: mx.Dtype, seed: int = 7) -> tuple[Any, Any]:
+    """Two models of a config.json (nested or flat) over the same arrays, no parameter of them at its initial value.
+
+    One is for straightline; the other is mlx-lm's alone.
+    """
+    model, oracle = skeleton(config), skeleton(config)
+    mx.random.seed(seed)
+    for name, module in model.named_modules():
+        old = {key: value for key, value in module.items() if isinstance(value, mx.array) and not key.startswith("_")}
+        if "scales" in old:
+            new = quantized(module)
+        else:
+            new = {key: plain(f"{name}.{key}", value.shape) for key, value in old.items()}
+        if set(new) != set(old):
+            raise AssertionError(f"{name}: {sorted(old)} are its parameters, {sorted(new)} were drawn")
+        for key, value in new.items():
+            module[key] = value if value.dtype == mx.uint32 else value.astype(dtype)
+        mx.eval([module[key] for key in new])
+    oracle.update(model.parameters())
+    return model, oracle
+
+
+def skeleton(config: dict[str, Any]) -> Any:
+    """mlx-lm's model, quantized, all arrays lazy."""
+    module = gemma4 if "text_config" in config else gemma4_text
+    model: Any = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    chosen = model.quant_predicate
+    nn.quantize(
+        model,
+        GROUP_SIZE,
+        BITS,
+        class_predicate=lambda path, one: (
+            hasattr(one, "to_quantized") and one.weight.shape[-1] % GROUP_SIZE == 0 and chosen(path, one)
+        ),
+    )
+    model.eval()
+    return model
+
+
+def quantized(module: Any) -> dict[str, mx.array]:
+    """Any packed codes; scales and biases such that the weights have mean 0 and variance 1 / inputs."""
+    top = 2**module.bits - 1
+    inputs = module.weight.shape[-1] * 32 // module.bits
+    step = 1 / (math.sqrt(inputs) * math.sqrt(((top + 1) ** 2 - 1) / 12))
+    scales = step * mx.random.uniform(0.5, 1.4, module.scales.shape)
+    biases = scales * (mx.random.uniform(-0.6, 0.6, module.scales.shape) - top / 2)
+    return {
+        "weight": words(module.weight.shape),
+        "scales": scales,
+        "biases": biases,
+    }
+
+
+def words(shape: tuple[int, ...]) -> mx.array:
+    """Random 32-bit words: split keys are just that. (randint draws floats, 24 bits each and twice the memory.)"""
+    key = mx.random.randint(0, 1 << 16, (2,), dtype=mx.uint32)
+    return mx.random.split(key, num=math.prod(shape) // 2).reshape(shape)
+
+
+def plain(name: str, shape: tuple[int, ...]) -> mx.array:
+    """Norms, scales and scalars; and what is too narrow to quantize, in toys."""
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        drawn = mx.random.uniform(0.1, 0.6, shape)  # attention then looks at several tokens, not at one
+    elif name.endswith("layer_scalar"):
+        drawn = mx.random.uniform(0.5, 0.9, shape)
+    elif len(shape) == 1:
+        drawn = mx.random.uniform(0.4, 1.6, shape)
+    else:
+        drawn = mx.random.normal(shape) * shape[-1] ** -0.5
+    return drawn
+
+
+def size_in_gb(model: Any) -> float:
+    return float(sum(value.nbytes for _, value in tree_flatten(model.parameters()))) / 1e9
+
+
+def cut(config: dict[str, Any], layers: int | None, vocab: int | None, window: int | None) -> dict[str, Any]:
+    """A published config with fewer layers (sliding and full by turns), tokens and window, all else at full width."""
+    config = copy.deepcopy(config)
+    text = config["text_config"]
+    if layers is not None:
+        sharing = text["num_kv_shared_layers"] * layers // text["num_hidden_layers"]
+        if layers - sharing < 2:
+            raise SystemExit(f"--layers {layers} is too few: one layer of each kind must own its keys and values")
+        kinds = ["sliding_attention", "full_attention"] * layers
+        text |= {"layer_types": kinds[:layers], "num_hidden_layers": layers, "num_kv_shared_layers": sharing}
+    if vocab is not None:
+        text |= {"vocab_size": vocab, "vocab_size_per_layer_input": vocab}
+        config["vocab_size"] = vocab
+    if window is not None:
+        text["sliding_window"] = window
+    return config
