@@ -12,14 +12,13 @@ def generate(config: dict[str, Any], name: str, *, kv_config: list[dict[str, int
 
     config: a parsed config.json, nested (`gemma4`, `gemma4_unified`) or flat (`gemma4_text`).
     name: what to call it, lower-case words joined by hyphens, e.g. "my-gemma".
-    kv_config: quantized KV caches; not supported in this version, so anything but None is refused.
+    kv_config: a parsed kv_config.json, `[{"layer_idx", "bits", "group_size"}, ...]`, for quantized KV caches. Layers
+        left out, and layers of 0 bits, store K/V as they are.
 
     Pure: writes nothing. The same config and name give the same bytes. Needs the `codegen` extra.
     Raises SpecError, saying where, what, and what instead.
     """
-    if kv_config is not None:
-        raise SpecError("kv_config: quantized KV caches are not supported in this version; expected None")
     from .pipeline import source_of
     from .target import checkpoint_target
 
-    return source_of(checkpoint_target(config, name))
+    return source_of(checkpoint_target(config, name, kv_config))

@@ -97,19 +97,24 @@ IGNORED = {
 
 def read_file(path: Path, expected: str = "a Gemma 4 config.json") -> dict[str, Any]:
     """The JSON object in a file."""
+    config = read_json(path, expected)
+    if not isinstance(config, dict):
+        raise SpecError(f"{path.name}: holds {show(config)}; expected an object")
+    return config
+
+
+def read_json(path: Path, expected: str = "JSON") -> Any:
+    """What a JSON file of a sensible size holds."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(f"{path.name}: has {path.stat().st_size} bytes; expected at most {MOST_BYTES}")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected {expected}") from None
     except RecursionError:
         raise SpecError(f"{path.name}: is nested too deeply; expected {expected}") from None
     except ValueError as error:
         raise SpecError(f"{path.name}: is not JSON ({error}); expected {expected}") from None
-    if not isinstance(config, dict):
-        raise SpecError(f"{path.name}: holds {show(config)}; expected an object")
-    return config
 
 
 def read_config(config: object, where: str = "config.json") -> Spec:

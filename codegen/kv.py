@@ -4,24 +4,15 @@ Codegen bakes the result into a file and the runtime makes caches from it, so bo
 words. Imports no MLX.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from .errors import SpecError, listing, show
 from .fields import Fields
-from .spec import Attention, Spec
+from .spec import Attention, Quantized, Spec
 
 KEYS = ("layer_idx", "bits", "group_size")
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """How a layer stores keys and values: `bits` a number, one scale and bias for each `group_size` numbers."""
-
-    bits: int
-    group_size: int
 
 
 def read_kv_config(entries: object, spec: Spec, where: str = "kv_config.json") -> tuple[Quantized | None, ...]:

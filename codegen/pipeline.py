@@ -8,7 +8,7 @@ from .render import render
 from .target import Target
 from .verify import verify
 
-MODE = black.Mode(line_length=120, target_versions={black.TargetVersion.PY311})
+MODE = black.Mode(line_length=120)
 
 
 def source_of(target: Target) -> str:

@@ -35,6 +35,8 @@ class Kind:
     head_dim: int
     k_eq_v: bool
     rope_theta: float
+    kv_bits: int  # 0: K/V stored as they are
+    kv_group_size: int
     rope_freqs: str  # name of the file's frequency array, or empty for RoPE by theta
     eps: float
     experts: bool
@@ -92,11 +94,14 @@ class Mask:
     window: int | None
 
 
+Cache = tuple[str, int | None] | tuple[str, int | None, int, int]
+
+
 @dataclass(frozen=True)
 class Run:
     """`count` neighbours in a table that are the same `item`: a name of the file, or a literal."""
 
-    item: str | tuple[str, int | None]
+    item: str | Cache
     count: int
 
 
@@ -117,6 +122,7 @@ class Plan:
     cure: str
     title: str
     fingerprint: str
+    architecture: str
     layers: int
     sentinel: int
     hidden_size: int
@@ -145,7 +151,7 @@ class Plan:
 def make_plan(target: Target) -> Plan:
     spec = target.spec
     roles = _roles(spec)
-    names = [_kind_name(layer, role) for layer, role in zip(spec.layers, roles, strict=True)]
+    names = [_kind_name(spec, index, role) for index, role in enumerate(roles)]
     kinds = {
         name: _kind(target, name, [i for i, other in enumerate(names) if other == name], roles[names.index(name)])
         for name in dict.fromkeys(names)
@@ -156,6 +162,7 @@ def make_plan(target: Target) -> Plan:
         cure=target.cure,
         title=_title(target),
         fingerprint=spec.fingerprint,
+        architecture=spec.architecture,
         layers=len(spec.layers),
         sentinel=spec.sentinel,
         hidden_size=spec.hidden_size,
@@ -169,7 +176,7 @@ def make_plan(target: Target) -> Plan:
         per_layer_projection_scale=spec.hidden_size**-0.5,
         per_layer_input_scale=2.0**-0.5,
         weights=_model_weights(spec),
-        caches=_runs([(spec.layers[i].attention.value, _window(spec, spec.layers[i].attention)) for i in spec.owners]),
+        caches=_runs([_cache(spec, index) for index in spec.owners]),
         layer_weights=_runs([kinds[name].weights_name for name in names]),
         masks=tuple(
             Mask(_mask_name(kind), cache_of[first], _window(spec, kind)) for kind, first in _first_layers(spec).items()
@@ -203,6 +210,14 @@ def _first_layers(spec: Spec) -> dict[Attention, int]:
     return first
 
 
+def _cache(spec: Spec, layer: int) -> Cache:
+    """What a cache must be: its kind, its window, and for quantized K/V the bits and the group size."""
+    attention = spec.layers[layer].attention
+    stored = spec.kv_of(layer)
+    cache = (attention.value, _window(spec, attention))
+    return (*cache, stored.bits, stored.group_size) if stored else cache
+
+
 def _window(spec: Spec, attention: Attention) -> int | None:
     return spec.sliding_window if attention is Attention.SLIDING else None
 
@@ -215,13 +230,19 @@ def _freqs_name(attention: Attention) -> str:
     return f"{attention.value.upper()}_FREQS"
 
 
-def _kind_name(layer: Layer, role: Role) -> str:
-    return "_".join(filter(None, (layer.attention.value, role.value)))
+def _kind_name(spec: Spec, index: int, role: Role) -> str:
+    """`sliding`, `full_reader`, `sliding_4bit`; the group size only where one number of bits comes in two."""
+    stored = spec.kv_of(index)
+    bits = f"{stored.bits}bit" if stored else ""
+    groups = {other.group_size for other in spec.kv if other and stored and other.bits == stored.bits}
+    group = f"group{stored.group_size}" if stored and len(groups) > 1 else ""
+    return "_".join(filter(None, (spec.layers[index].attention.value, role.value, bits, group)))
 
 
 def _kind(target: Target, name: str, indices: list[int], role: Role) -> Kind:
     spec = target.spec
     layer = spec.layers[indices[0]]
+    stored = spec.kv_of(indices[0])
     return Kind(
         name=name,
         title=_kind_title(spec, indices),
@@ -234,6 +255,8 @@ def _kind(target: Target, name: str, indices: list[int], role: Role) -> Kind:
         head_dim=layer.head_dim,
         k_eq_v=layer.k_eq_v,
         rope_theta=layer.rope.theta,
+        kv_bits=stored.bits if stored else 0,
+        kv_group_size=stored.group_size if stored else 0,
         rope_freqs=_freqs_name(layer.attention) if layer.rope.kind is RopeKind.PROPORTIONAL else "",
         eps=spec.rms_norm_eps,
         experts=spec.experts is not None,
@@ -272,7 +295,9 @@ def _title(target: Target) -> str:
     sharing = f"{readers} share the KV of layers {_ranges(spec.sources)}" if readers else "no KV sharing"
     count = len(spec.layers)
     noun = "layer" if count == 1 else "layers"
-    return f"{target.name}: {count} {noun} ({sliding} sliding, {count - sliding} full), {sharing}, {experts}."
+    quantized = sum(stored is not None for stored in spec.kv)
+    kv = f", {quantized} of {len(spec.owners)} caches quantized" if quantized else ""
+    return f"{target.name}: {count} {noun} ({sliding} sliding, {count - sliding} full), {sharing}, {experts}{kv}."
 
 
 def _kind_details(spec: Spec, layer: Layer, role: Role) -> str:
@@ -293,9 +318,11 @@ def _kind_title(spec: Spec, indices: list[int]) -> str:
     layer = spec.layers[indices[0]]
     window = f"window {spec.sliding_window}" if layer.attention is Attention.SLIDING else "no window"
     noun = "layer" if len(indices) == 1 else "layers"
+    stored = spec.kv_of(indices[0])
+    kv = f"; K/V of {stored.bits} bits in groups of {stored.group_size}" if stored else ""
     return (
         f"{layer.attention.value.capitalize()} {noun} {_ranges(indices)}: {layer.query_heads} query heads over "
-        f"{layer.kv_heads} KV heads of {layer.head_dim}; {window}."
+        f"{layer.kv_heads} KV heads of {layer.head_dim}; {window}{kv}."
     )
 
 

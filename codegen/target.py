@@ -5,9 +5,10 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import read_config, read_file
+from .config import read_config, read_file, read_json
 from .errors import SpecError, show
 from .fields import Fields
+from .kv import read_kv_config
 from .spec import Spec
 
 SPECS = Path(__file__).parent / "specs"
@@ -52,10 +53,11 @@ def read_target(name: str) -> Target:
     except (OSError, ValueError) as error:
         raise SpecError(f"{where}: cannot be read ({error}); expected a target's TOML file") from None
     stated.require(["config", "layers", "sentinel", "taps", "fused"], "each stated")
-    config = stated.take("config")
-    if not isinstance(config, str) or Path(config).name != config:
-        raise stated.error("config", "the name of a config file beside it")
+    config = _beside(stated, "config")
     spec = read_config(read_file(SPECS / config), config)
+    if "kv_config" in stated.values:
+        kv_config = _beside(stated, "kv_config")
+        spec = spec.with_kv(read_kv_config(read_json(SPECS / kv_config), spec, kv_config))
     for key, value in (("layers", len(spec.layers)), ("sentinel", spec.sentinel), ("taps", [-1, spec.sentinel])):
         if stated.take(key) != value:
             raise stated.error(key, f"{value}, from {config}")
@@ -67,13 +69,23 @@ def read_target(name: str) -> Target:
     return Target(name, spec, tuple(fused), f"codegen/specs/{path.name}", cure)
 
 
+def _beside(stated: Fields, key: str) -> str:
+    name = stated.take(key)
+    if not isinstance(name, str) or Path(name).name != name:
+        raise stated.error(key, "the name of a file beside it")
+    return name
+
+
 def spec_target(spec: Spec, name: str) -> Target:
     """A target for a loaded model, rendered on demand by `specialize(model, generate=True)`."""
     return Target(name, spec, FUSED_SITES, "a loaded model", "delete this file; it is rendered again on demand")
 
 
-def checkpoint_target(config: object, name: str) -> Target:
-    """A target for a user's own config.json, with every fused site that is exact where the tests run."""
+def checkpoint_target(config: object, name: str, kv_config: object = None) -> Target:
+    """A target for a user's own config.json (and kv_config.json), with every fused site."""
     name = check_name(name)
+    spec = read_config(config)
+    if kv_config is not None:
+        spec = spec.with_kv(read_kv_config(kv_config, spec))
     cure = f"run: ./regen.sh --from DIR --name {name}"
-    return Target(name, read_config(config), FUSED_SITES, "a checkpoint's config.json", cure)
+    return Target(name, spec, FUSED_SITES, "a checkpoint's config.json", cure)

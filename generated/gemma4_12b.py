@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, scaled_add
 
-FINGERPRINT = "5e3837b200c45d4d"
+FINGERPRINT = "aed3db8fc5be3181"
+ARCHITECTURE = "aed3db8fc5be3181"
 LAYERS = 48
 SENTINEL = 48
 CACHES = (

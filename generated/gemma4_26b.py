@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, scaled_add
 
-FINGERPRINT = "5be661e139119717"
+FINGERPRINT = "68e829184b5031a2"
+ARCHITECTURE = "68e829184b5031a2"
 LAYERS = 30
 SENTINEL = 30
 CACHES = (

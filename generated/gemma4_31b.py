@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, scaled_add
 
-FINGERPRINT = "0619f78076b4af31"
+FINGERPRINT = "a3b264b2fcb4037d"
+ARCHITECTURE = "a3b264b2fcb4037d"
 LAYERS = 60
 SENTINEL = 60
 CACHES = (

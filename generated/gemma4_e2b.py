@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add
 
-FINGERPRINT = "276c30569757f826"
+FINGERPRINT = "19da90de4618254e"
+ARCHITECTURE = "19da90de4618254e"
 LAYERS = 35
 SENTINEL = 35
 CACHES = (

@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add
 
-FINGERPRINT = "5a9a8fa3af7b0ef3"
+FINGERPRINT = "6b7fbbd21baa7818"
+ARCHITECTURE = "6b7fbbd21baa7818"
 LAYERS = 42
 SENTINEL = 42
 CACHES = (

@@ -1,8 +1,9 @@
-"""Bound: one generated file with one model's weights, ready to be called; or the reason why there is none."""
+"""Bound: the generated files of one architecture with one model's weights; or the reason why there are none."""
 
+from collections.abc import Callable
 from operator import is_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,47 +16,53 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .registry import find_generated
-from .taps import Tap
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind
+
+
+class Route(NamedTuple):
+    """One generated file: whom it takes (`guard`), and what runs."""
+
+    guard: CacheGuard
+    forward: Callable[..., mx.array]
 
 
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
     def __init__(
-        self, text: nn.Module, file: ModuleType | None, generate: bool = False, found: ModuleType | None = None
+        self, text: nn.Module, file: ModuleType | None, generate: bool = False, found: tuple[ModuleType, ...] = ()
     ) -> None:
-        """file: the only one to use, or None. found: the one that served last time, if any."""
+        """file: the only one to use, or None. found: those that served last time, if any."""
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
         self.marked = list(text["model"]["layers"])
         self.marks = [mark(module) for module in self.marked]
-        self.file = file or found
+        self.files = (file,) if file else found
+        self.routes: tuple[Route, ...] = ()
         self.reason = ""
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
             spec = read_arguments(text.args)
-            if file is None and found is not None and spec.fingerprint == found.FINGERPRINT:
-                file = found
-            self.file = file = choose_file(spec, file, generate)
-            self.weights = bind(file, text)
+            if file is not None or not found or spec.architecture != found[0].ARCHITECTURE:
+                self.files = choose_files(spec, file, generate)
+            # One architecture, one set of slots: the files differ in how they treat caches only.
+            self.weights = bind(self.files[0], text)
             check_facts(text, spec)
-            self.forward = file.forward
-            self.sentinel: int = file.SENTINEL
-            self.guard = CacheGuard(file.CACHES)
+            self.sentinel: int = self.files[0].SENTINEL
+            self.routes = tuple(Route(CacheGuard(file.CACHES), file.forward) for file in self.files)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
     def stale(self) -> bool:
-        """Whether a module has changed since; also without a word, as mx.compile swaps the arrays of its inputs."""
+        """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs."""
         return self.version != changes() or not all(map(is_, map(mark, self.marked), self.marks))
 
-    def refuse(self, inputs: object, cache: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
-        """Why this call is not for the generated file; empty if it is."""
+    def refuse(self, inputs: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
+        """Why no generated file takes this call, whatever its caches; empty if one may."""
         if self.reason:
             return self.reason
         if embeddings is not None:
@@ -67,11 +74,18 @@ class Bound:
         if type(inputs) is not mx.array or inputs.ndim != 2 or not inputs.size:
             shape = f"of shape {list(inputs.shape)}" if isinstance(inputs, mx.array) else type(inputs).__name__
             return f"inputs are {shape}, file expects token ids [B, L]"
-        return "" if cache is None else self.guard.refuse(cache)
+        return ""
 
-    def __call__(self, inputs: mx.array, cache: Any, tap: Tap) -> mx.array:
-        logits: mx.array = self.forward(self.weights, inputs, self.guard.none if cache is None else cache, tap)
-        return logits
+    def route(self, cache: Any) -> tuple[Route | None, str]:
+        """The first file that takes these caches, or the reason of the one that comes closest."""
+        reasons = []
+        for route in self.routes:
+            reason = route.guard.refuse(cache)
+            if not reason:
+                return route, ""
+            reasons.append(reason)
+        quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
+        return None, reasons[-1 if quantized else 0]
 
 
 def mark(layer: Any) -> Any:
@@ -79,22 +93,25 @@ def mark(layer: Any) -> Any:
     return layer.get("layer_scalar") if isinstance(layer, dict) else layer
 
 
-def choose_file(spec: Spec, file: ModuleType | None, generate: bool) -> ModuleType:
-    """The generated module for this architecture: `file` if it is, else one found or made. Raises StraightlineError."""
+def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[ModuleType, ...]:
+    """The modules of this architecture: `file` if it is, else those found or made. Raises StraightlineError."""
     if file is not None:
-        if spec.fingerprint != file.FINGERPRINT:
+        if spec.architecture != file.ARCHITECTURE:
             raise StraightlineError(
-                f"the file is made for the fingerprint {file.FINGERPRINT}, but the model has {spec.fingerprint}"
+                f"the file is made for the fingerprint {file.ARCHITECTURE}, but the model has {spec.architecture}"
             )
-        return file
-    found = find_generated(spec.fingerprint) or find_user_file(spec, generate)
-    if found is None and generate:
-        found = make_user_file(spec)
-    if found is None:
+        return (file,)
+    found = find_generated(spec.architecture)
+    if found:
+        return found
+    kept = find_user_file(spec, generate)
+    if kept is None and generate:
+        kept = make_user_file(spec)
+    if kept is None:
         raise StraightlineError(
-            f"no generated file has the fingerprint {spec.fingerprint}; make one with specialize(model, generate=True)"
+            f"no generated file has the fingerprint {spec.architecture}; make one with specialize(model, generate=True)"
         )
-    return found
+    return (kept,)
 
 
 def evaluate_hidden_arrays(root: nn.Module) -> None:

@@ -1,12 +1,16 @@
 """Which caches a generated file takes, and what stands in for one when there is none."""
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from .kv.layouts import LAYOUTS, mixed_layouts
 
-# What a message names as expected: the plain cache of each kind in a generated file's CACHES.
+# What a message names as expected: the usual cache of each kind in a generated file's CACHES.
 PLAIN = {"sliding": "RotatingKVCache", "full": "KVCache"}
+QUANTIZED = {"sliding": "QuantizedRingCache", "full": "QuantizedGrowingCache"}
 
 
 class NoCache:
@@ -27,26 +31,45 @@ class NoCache:
 
 
 class CacheGuard:
-    """Says whether a cache list fits a file's CACHES. Lists seen before are known by their classes, in one look-up."""
+    """Says whether a cache list fits a file's CACHES. Lists seen before are known in one look-up."""
 
-    def __init__(self, expected: tuple[tuple[str, int | None], ...]) -> None:
+    def __init__(self, expected: tuple[tuple[Any, ...], ...]) -> None:
         self.expected = expected
         self.none = (NoCache(),) * len(expected)
-        self._known: set[tuple[type, ...]] = set()
+        self._known: set[tuple[Any, ...]] = set()
+        # A file without quantized K/V needs no bits to tell caches apart, and has the shorter look-up.
+        self._form: Callable[[Any], Any] = type if all(len(one) == 2 for one in expected) else cache_form
+
+    @property
+    def quantized(self) -> bool:
+        return self._form is cache_form
 
     def refuse(self, caches: object) -> str:
         """Why the generated file cannot take these caches; empty if it can."""
+        if caches is None and not self.quantized:
+            return ""
         if type(caches) is not list:
             return f"cache is a {type(caches).__name__}, file expects a list"
-        classes = tuple(map(type, caches))
-        if classes in self._known:
+        forms = tuple(map(self._form, caches))
+        if forms in self._known:
             return ""
         if len(caches) != len(self.expected):
             return f"cache has {len(caches)} entries, file expects {len(self.expected)}"
-        for index, (cache, (kind, _)) in enumerate(zip(caches, self.expected, strict=True)):
-            if LAYOUTS.get(type(cache), ("",))[0] != kind or hasattr(cache, "bits"):
-                return f"cache {index} is {type(cache).__name__}, file expects {PLAIN[kind]}"
+        for index, (cache, (kind, _, *stored)) in enumerate(zip(caches, self.expected, strict=True)):
+            _, bits, group_size = cache_form(cache)
+            if LAYOUTS.get(type(cache), ("",))[0] != kind or (bits is None) != (not stored):
+                return f"cache {index} is {type(cache).__name__}, file expects {(QUANTIZED if stored else PLAIN)[kind]}"
+            if stored and stored != [bits, group_size]:
+                return (
+                    f"cache {index} has {bits} bits in groups of {group_size}, "
+                    f"file expects {stored[0]} in groups of {stored[1]}"
+                )
         reason = mixed_layouts(caches)
         if not reason:
-            self._known.add(classes)
+            self._known.add(forms)
         return reason
+
+
+def cache_form(cache: Any) -> tuple[type, int | None, int | None]:
+    """What tells caches apart: the class, and for quantized ones the bits and the group size."""
+    return type(cache), getattr(cache, "bits", None), getattr(cache, "group_size", None)

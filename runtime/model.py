@@ -45,8 +45,11 @@ class Specialized(Watched):
         bound = self._bound
         if bound is None or bound.stale():
             bound = self._bind()
-        reason = bound.refuse(inputs, cache, input_embeddings, per_layer_inputs, unknown)
-        if reason:
+        reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
+        route = None
+        if not reason:
+            route, reason = bound.route(cache)
+        if route is None:
             self.dispatch.monolith(reason)
             return self.monolith(
                 inputs,
@@ -57,11 +60,12 @@ class Specialized(Watched):
                 **unknown,
             )
         assert inputs is not None
+        caches = route.guard.none if cache is None else cache
         if tap is None:
-            logits = bound(inputs, cache, no_tap)
+            logits = route.forward(bound.weights, inputs, caches, no_tap)
         else:
             step = tap.begin(bound.sentinel, inputs.shape[1])
-            logits = bound(inputs, cache, step)
+            logits = route.forward(bound.weights, inputs, caches, step)
             step.end()
         self.dispatch.generated()
         return logits
@@ -111,10 +115,10 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        found = self._bound.file if self._bound is not None else None
+        found = self._bound.files if self._bound is not None else ()
         bound = Bound(text_model(self), self._module, self._generate, found)
         object.__setattr__(self, "_bound", bound)
-        self.dispatch.file = bound.file.__name__ if bound.file and not bound.reason else None
+        self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         return bound
 

@@ -4,10 +4,11 @@ from functools import partial
 
 import mlx.core as mx
 from mlx.nn import gelu_approx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
 from mlx_lm.models.gemma4_text import geglu, logit_softcap
 from mlx_lm.models.rope_utils import ProportionalRoPE
 
-__all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "scaled_add"]
+__all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quantized_attention", "scaled_add"]
 
 
 @partial(mx.compile, shapeless=True)

@@ -11,7 +11,7 @@ from types import ModuleType
 from .errors import StraightlineError
 
 GENERATED = "straightline.generated"
-DATA = ("FINGERPRINT", "LAYERS", "SENTINEL", "CACHES", "MODEL_WEIGHTS", "LAYER_WEIGHTS", "forward")
+DATA = ("FINGERPRINT", "ARCHITECTURE", "LAYERS", "SENTINEL", "CACHES", "MODEL_WEIGHTS", "LAYER_WEIGHTS", "forward")
 
 
 def generated_modules() -> Iterator[ModuleType]:
@@ -21,8 +21,10 @@ def generated_modules() -> Iterator[ModuleType]:
         yield importlib.import_module(f"{GENERATED}.{name}")
 
 
-def find_generated(fingerprint: str) -> ModuleType | None:
-    return next((module for module in generated_modules() if fingerprint == module.FINGERPRINT), None)
+def find_generated(architecture: str) -> tuple[ModuleType, ...]:
+    """The modules for one architecture: at most one for plain caches, then those for quantized ones."""
+    found = [module for module in generated_modules() if architecture == module.ARCHITECTURE]
+    return tuple(sorted(found, key=lambda module: architecture != module.FINGERPRINT))
 
 
 def load_generated(path: str | Path) -> ModuleType:

@@ -7,8 +7,8 @@ from mlx_lm.models.cache import RotatingKVCache as PlainRing
 
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
-from ...codegen.kv import Quantized, read_kv_config
-from ...codegen.spec import Attention, Spec
+from ...codegen.kv import read_kv_config
+from ...codegen.spec import Attention, Quantized, Spec
 from ..errors import StraightlineError
 from .growing import GrowingKVCache
 from .quantized import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache
