@@ -90,9 +90,11 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
 
 
 def assert_same_caches(found: Sequence[Any], expected: Sequence[Any], what: str = "cache") -> None:
-    """Every attribute of every cache: keys, values, offsets, ring positions, paddings."""
-    assert [type(cache) for cache in found] == [type(cache) for cache in expected]
-    assert_same([dict(vars(cache)) for cache in found], [dict(vars(cache)) for cache in expected], what)
+    """Every attribute of every mlx-lm cache: keys, values, offsets, ring positions, paddings."""
+    assert len(found) == len(expected)
+    for index, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert isinstance(mine, type(other)), f"{what} {index}: {type(mine).__name__}"
+        assert_same({key: vars(mine)[key] for key in vars(other)}, dict(vars(other)), f"{what} {index}")
 
 
 def assert_close(found: mx.array, expected: mx.array, what: str) -> None:
@@ -226,12 +228,15 @@ class Case:
 
 
 class Trio:
-    """One run in three: each call goes to the generated file, the monolith and the plain model, with a cache each."""
+    """One run in three: each call goes to the generated file, the monolith and the plain model, with a cache each.
+
+    caches: makes a list for each; by default each model makes its own.
+    """
 
     def __init__(self, case: Case, caches: Callable[[], Any] | None = None) -> None:
-        make = case.model.make_cache if caches is None else caches
         self.case = case
-        self.generated, self.monolith, self.plain = make(), make(), make()
+        self.generated, self.monolith = ((caches or case.model.make_cache)() for _ in range(2))
+        self.plain = (caches or case.plain.model.make_cache)()
 
     @property
     def caches(self) -> tuple[Any, Any, Any]:

@@ -9,9 +9,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import toys
-from comparing import BFLOAT16, FLOAT32, FOUR_BIT, Case, Recorded, Trio, assert_close, assert_same, assert_same_caches
+from comparing import BFLOAT16, FLOAT32, FOUR_BIT, Case, Recorded, Trio, assert_close, assert_same
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
+
+from straightline.runtime import StraightlineError
 
 SHAPED = pytest.mark.parametrize("config", [toys.D6, toys.M6, toys.E6], ids=["D6", "M6", "E6"])
 
@@ -210,15 +212,32 @@ def test_generate_step(config: dict[str, Any]) -> None:
     assert case.model.dispatch.counts["generated"] >= 16
 
 
-def test_mixed_classes() -> None:
-    """Batch caches in some layers, plain ones in others: served, with mlx-lm's numbers."""
+def test_a_batch_cache_of_one_kind() -> None:
+    """Batch caches in the full layers, plain rings in the others: served, with mlx-lm's numbers."""
     case = Case(toys.D6, dtype=FLOAT32)
 
     def make() -> list[Any]:
-        plain, batch = case.model.make_cache(), case.batch_caches([0])
-        return [plain[0], batch[1], batch[2], plain[3], batch[4], plain[5]]
+        plain, batch = case.plain.model.make_cache(), case.batch_caches([0])
+        return [batch[i] if kind == toys.FULL else plain[i] for i, kind in enumerate(toys.D6["layer_types"])]
 
     trio = Trio(case, make)
     for length in (4, 1, 9, 1):
         trio(case.tokens(1, length))
-    assert_same_caches(trio.generated, trio.monolith)
+
+
+def test_mixed_layouts_in_one_kind() -> None:
+    """One mask serves all layers of a kind, so their caches must be of one layout; refused on either path."""
+    case = Case(toys.D6)
+    plain, batch = case.model.make_cache(), case.batch_caches([0])
+    caches = [plain[0], batch[1], *plain[2:]]
+    reason = (
+        "cache 1 is BatchRotatingKVCache, but cache 0 is RotatingKVCache, and one mask serves all sliding layers; "
+        "expected caches of one make_cache"
+    )
+    for strict, message in ((True, f"strict: the generated file cannot serve this call: {reason}"), (False, reason)):
+        case.model.dispatch.strict = strict
+        with pytest.raises(StraightlineError) as error:
+            case.model(case.tokens(1, 4), cache=caches)
+        assert str(error.value) == message
+    assert case.model.dispatch.counts["generated"] == 0
+    assert all(cache.keys is None for cache in caches)

@@ -16,7 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 import straightline.generated
 from straightline.codegen.config import read_config
-from straightline.codegen.target import SPECS, read_target, target_names
+from straightline.codegen.target import SPECS, read_target
 
 
 def floats_of(source: str) -> list[float]:
@@ -51,12 +51,12 @@ def test_scalars(hidden: int) -> None:
     assert inner.embed_scale == math.sqrt(hidden)
 
 
-@pytest.mark.parametrize("name", target_names())
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-e4b", "gemma4-12b", "gemma4-26b", "gemma4-31b"])
 def test_committed_files(name: str) -> None:
     """The same for the five committed files, and their frequencies: theta 1e6, head_dim 512, factor 0.25."""
     target = read_target(name)
     module = importlib.import_module(f"straightline.generated.{target.module}")
-    config = json.loads(next(SPECS.glob(f"{target.module}*.json")).read_text())
+    config = json.loads((SPECS / f"{target.module}.config.json").read_text())
     text = config.get("text_config", config)
     assert read_config(config) == target.spec
     full = text["rope_parameters"][toys.FULL]
