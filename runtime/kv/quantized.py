@@ -176,6 +176,18 @@ class _Batch(_Quantized):
 
     solo: ClassVar[Any]
 
+    @property
+    def state(self) -> tuple[int, int, list[Any]]:
+        return super().state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        _Quantized.state.__set__(self, state)  # type: ignore[attr-defined]
+        for part in self.parts:
+            # mlx-lm's own from_state leaves these two unset, and the next prompt would fail on them.
+            part.__dict__.setdefault("_right_padding", None)
+            part.__dict__.setdefault("_lengths", None)
+
     def prepare(self, **kwargs: Any) -> None:
         self._each(lambda part: part.prepare(**kwargs))
 

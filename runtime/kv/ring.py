@@ -32,6 +32,16 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
         trimmed: int = super().trim(n)
         return trimmed
 
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        """Raises StraightlineError if some are quantized or roll back; mlx-lm's own fails on their attributes."""
+        other = next((type(one).__name__ for one in caches if not isinstance(one, mlx_lm_cache.RotatingKVCache)), "")
+        if other:
+            raise StraightlineError(
+                f"a batch of RotatingKVCache cannot hold a {other}: make all caches with the same kv_config"
+            )
+        return super().merge(caches)
+
     def __copy__(self) -> "RotatingKVCache":
         from .growing import fresh
 

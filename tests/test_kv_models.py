@@ -1,0 +1,353 @@
+"""B40, B41, B43, B59: quantized and rollback caches through toy models, monolith and file."""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import toys
+from comparing import assert_same, file_of
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+
+from straightline.runtime import HiddenTap, StraightlineError, make_cache, specialize
+from straightline.runtime.kv import QuantizedGrowingCache, QuantizedRingCache, RotatingKVCache, SlidingRollbackCache
+
+MODELS = {"D6": toys.D6, "E6": toys.E6, "M6": toys.M6}
+WINDOW = 8
+Entries = list[dict[str, int]]
+
+
+def kv(**layers: tuple[int, int]) -> Entries:
+    """kv(l0=(4, 64)) is layer 0 with 4 bits in groups of 64."""
+    return [{"layer_idx": int(name[1:]), "bits": bits, "group_size": group} for name, (bits, group) in layers.items()]
+
+
+MIXES: dict[str, Entries | None] = {
+    "plain": None,
+    "8 bits": kv(l0=(8, 64), l1=(8, 64), l2=(8, 64)),
+    "mixed": kv(l0=(3, 32), l1=(4, 64), l2=(8, 32)),
+    "full only": kv(l2=(8, 64)),
+    "one ring": kv(l1=(6, 32)),
+}
+
+
+@lru_cache(maxsize=8)
+def plain(name: str) -> Any:
+    """mlx-lm's model, which straightline never sees."""
+    return toys.build(MODELS[name])
+
+
+@lru_cache(maxsize=8)
+def served(name: str) -> Any:
+    """The same weights, specialized; what the file is not made for goes to the monolith."""
+    return specialize(toys.build(MODELS[name]), file_of(MODELS[name]))
+
+
+def path_of(name: str, path: str) -> Callable[..., mx.array]:
+    model = served(name)
+    return model.monolith if path == "monolith" else model
+
+
+def greedy(forward: Any, prompt: mx.array, caches: list[Any], count: int) -> list[int]:
+    """Plain greedy decoding, one token at a time."""
+    tokens: list[int] = []
+    logits = forward(prompt, cache=caches)
+    for _ in range(count):
+        tokens.append(int(mx.argmax(logits[0, -1]).item()))
+        logits = forward(mx.array([[tokens[-1]]]), cache=caches)
+    return tokens
+
+
+def speculative(
+    forward: Any, prompt: mx.array, caches: list[Any], truth: list[int], plan: list[tuple[int, int]]
+) -> list[int]:
+    """Greedy decoding that verifies drafts: (k, good) of `plan` drafts k tokens, the first `good` of them right.
+
+    k = 0 is a plain step, so width 1 follows a rejection whenever `plan` says so.
+    """
+    tokens = [int(mx.argmax(forward(prompt, cache=caches)[0, -1]).item())]
+    for k, good in plan:
+        right = truth[len(tokens) : len(tokens) + min(good, k)]
+        drafts = right + [(token + 1) % 97 for token in truth[len(tokens) + len(right) : len(tokens) + k]]
+        if len(drafts) < k:
+            break
+        found = mx.argmax(forward(mx.array([[tokens[-1], *drafts]]), cache=caches)[0], axis=-1).tolist()
+        accepted = next((i for i, draft in enumerate(drafts) if draft != found[i]), k)
+        assert mlx_lm_cache.can_trim_prompt_cache(caches)
+        assert mlx_lm_cache.trim_prompt_cache(caches, k - accepted) == k - accepted
+        tokens += found[: accepted + 1]
+    return tokens
+
+
+PLANS = {
+    "all rejected, then width 1": [(3, 0), (0, 0)] * 20,
+    "one kept": [(3, 1), (0, 0), (4, 1)] * 10,
+    "all kept": [(4, 4)] * 8,
+    "width 1 between": [(5, 2), (0, 0), (0, 0), (2, 0), (1, 1)] * 6,
+    "wider than the window": [(12, 3), (0, 0), (15, 1), (1, 0)] * 4,
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("mix", ["plain", "mixed"])
+@pytest.mark.parametrize("path", ["monolith", "dispatched"])
+@pytest.mark.parametrize("name", MODELS)
+def test_speculative_tokens_are_the_greedy_ones(name: str, path: str, mix: str, plan: list[tuple[int, int]]) -> None:
+    """B59: prompt of 4, window of 8, drafts rejected before, across and after the edge; and three windows further."""
+    model, prompt = served(name), toys.tokens(1, 4)
+    forward = path_of(name, path)
+    truth = _truth(name, mix)
+    before = dict(model.dispatch.counts)
+    found = speculative(forward, prompt, make_cache(model, MIXES[mix], rollback=True), truth, plan)
+    assert len(found) > 24
+    assert found == truth[: len(found)]
+    if path == "dispatched" and mix == "plain":
+        assert model.dispatch.counts["monolith"] == before["monolith"]
+
+
+@lru_cache(maxsize=16)
+def _truth(name: str, mix: str) -> list[int]:
+    """Greedy tokens of the monolith with caches that do not roll back: mlx-lm's own rings where nothing is packed."""
+    model = served(name)
+    caches = plain(name).make_cache() if mix == "plain" else make_cache(model, MIXES[mix])
+    return greedy(model.monolith, toys.tokens(1, 4), caches, 60)
+
+
+@pytest.mark.parametrize("name", ["D6", "M6"])
+def test_mlx_lms_speculative_decoding(name: str) -> None:
+    """B59 through mlx-lm's own loop, with a draft model that is wrong most of the time and its caches behind ours."""
+    model, draft = served(name), toys.build(toys.D6, seed=5)
+    caches = make_cache(model, rollback=True) + make_cache(draft, rollback=True)
+    prompt = toys.tokens(1, 4)[0]
+    found = speculative_generate_step(
+        prompt, model, draft, num_draft_tokens=3, max_tokens=40, prompt_cache=caches, stream=mx.default_stream(mx.cpu)
+    )
+    assert [int(token) for token, *_ in found] == _truth(name, "plain")[:40]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_block_is_the_single_steps(name: str) -> None:
+    """B66: a cache of 5, 7, 11 and 30 tokens, then a block of 4, against 4 steps: close logits, the same tokens kept.
+
+    Bits of different widths differ in mlx-lm too (matmuls of another shape), so of a rejected block and a clean cache.
+    """
+    model = served(name)
+    for filled in (5, 7, 11, 30):
+        ids = toys.tokens(1, filled + 8, seed=filled)
+        block, steps, clean = (make_cache(model, rollback=True) for _ in range(3))
+        for caches in (block, steps, clean):
+            model(ids[:, :filled], cache=caches)
+        at_once = model(ids[:, filled : filled + 4], cache=block)
+        one_by_one = [model(ids[:, filled + i : filled + i + 1], cache=steps) for i in range(4)]
+        assert mx.allclose(at_once, mx.concatenate(one_by_one, axis=1), rtol=1e-3, atol=1e-4).item()
+        assert mlx_lm_cache.trim_prompt_cache(block, 4) == 4
+        assert_same([one.state for one in block], [one.state for one in clean], "state")
+        for width in (1, 3):
+            tokens = ids[:, filled + 4 : filled + 4 + width]
+            assert_same(model(tokens, cache=block), model(tokens, cache=clean), "logits")
+
+
+class FakeQuantized:
+    """Plain cache whose rows went through quantization and back: the reference for the packed ones."""
+
+    def __init__(self, plain: Any, packing: dict[str, int] | None) -> None:
+        self.plain, self.packing = plain, packing
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if self.packing:
+            keys, values = (mx.dequantize(*mx.quantize(one, **self.packing), **self.packing) for one in (keys, values))
+        return self.plain.update_and_fetch(keys, values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def fake(name: str, entries: Entries | None) -> list[Any]:
+    plains = plain(name).make_cache()
+    packings = {one["layer_idx"]: {key: one[key] for key in ("bits", "group_size")} for one in entries or []}
+    return [FakeQuantized(one, packings.get(index)) for index, one in enumerate(plains)]
+
+
+def run(forward: Any, caches: list[Any]) -> mx.array:
+    """Logits of a prefill, chunks on both sides of the window, and steps through three of them."""
+    ids, parts = toys.tokens(1, 45), []
+    for length in (5, 7, 9, *(1,) * 24):
+        parts.append(forward(ids[:, :length], cache=caches))
+        ids = ids[:, length:]
+    result = mx.concatenate(parts, axis=1)
+    mx.eval(result)
+    return result
+
+
+# Largest difference of logits (up to about 3 here) between packed caches and the reference; float32 rounding only.
+BOUND = 2e-4
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_against_dequantized(name: str, mix: str) -> None:
+    """B40, B41: sharing, K = V and experts within a stated bound, which one layer's bits taken for another's break."""
+    model, entries = served(name), MIXES[mix]
+    found = run(model, make_cache(model, entries))
+    monolith = run(model.monolith, make_cache(model, entries))
+    assert_same(found, monolith, "dispatched and monolith")
+    reference = run(plain(name), fake(name, entries))
+    assert mx.abs(found - reference).max().item() < BOUND
+    if mix != "mixed":
+        return
+    for swapped in (kv(l0=(4, 64), l1=(3, 32), l2=(8, 32)), kv(l0=(3, 32), l1=(8, 32), l2=(4, 64))):
+        other = run(plain(name), fake(name, swapped))
+        assert mx.abs(found - other).max().item() > 50 * BOUND
+    for group in (kv(l0=(3, 32), l1=(4, 32), l2=(8, 32)), kv(l0=(3, 32), l1=(4, 64), l2=(8, 64))):
+        other = run(plain(name), fake(name, group))
+        assert mx.abs(found - other).max().item() > 5 * BOUND
+
+
+def test_tapped_and_untapped_are_the_same() -> None:
+    """B40 through the tapped monolith."""
+    model, ids = served("E6"), toys.tokens(1, 12)
+    tap = HiddenTap(range(-1, 7))
+    tapped = model.monolith(ids, cache=make_cache(model, MIXES["mixed"]), tap=tap)
+    assert_same(tapped, model.monolith(ids, cache=make_cache(model, MIXES["mixed"])), "logits")
+    assert len(tap.captured) == 8
+
+
+def test_classes_are_what_the_kv_config_says() -> None:
+    """B43: class, bits and group of each cache, per layer."""
+    model = served("D6")
+    found = make_cache(model, kv(l0=(4, 32), l2=(8, 64), l3=(0, 64), l5=(2, 64)))
+    described = [(type(one).__name__, getattr(one, "bits", 0), getattr(one, "group_size", 0)) for one in found]
+    assert described == [
+        ("QuantizedRingCache", 4, 32),
+        ("RotatingKVCache", 0, 0),
+        ("QuantizedGrowingCache", 8, 64),
+        ("RotatingKVCache", 0, 0),
+        ("RotatingKVCache", 0, 0),
+        ("QuantizedGrowingCache", 2, 64),
+    ]
+    names = [type(one).__name__ for one in make_cache(model, kv(l0=(4, 32)), rollback=True)]
+    sliding, full = "SlidingRollbackCache", "GrowingKVCache"
+    assert names == ["QuantizedRollbackCache", sliding, full, sliding, sliding, full]
+
+
+@pytest.mark.parametrize("name", ["D6", "E6"])
+@pytest.mark.parametrize("start", [0, 12])
+def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
+    """`mlx_lm.generate --kv-bits 8` on a specialized model: rings too, from the first chunk or from token 12 on."""
+    model = served(name)
+    caches = model.make_cache()
+    steps = generate_step(
+        toys.tokens(1, 11)[0],
+        model,
+        max_tokens=24,
+        prompt_cache=caches,
+        kv_bits=8,
+        quantized_kv_start=start,
+        prefill_step_size=4,
+        stream=mx.default_stream(mx.cpu),
+    )
+    found = [int(token) for token, _ in steps]
+    assert all(one.bits == 8 for one in caches)
+    assert {type(one).__name__ for one in caches} == {"QuantizedRingCache", "QuantizedKVCache"}
+    assert found == _converted_midway(plain(name), toys.tokens(1, 11), start, 24)
+    with pytest.raises(NotImplementedError):  # what plain mlx-lm does; if it learns to, ours is not needed any more
+        mlx_lm_cache.RotatingKVCache(8).to_quantized()
+
+
+def _converted_midway(model: Any, ids: mx.array, start: int, count: int) -> list[int]:
+    """The same decoding on mlx-lm's model over rows that went through quantization and back."""
+    caches = model.make_cache()
+    packing = {"group_size": 64, "bits": 8}
+    tokens: list[int] = []
+    for length in (4, 4, 2, *(1,) * count):
+        logits = model(ids[:, :length], cache=caches)
+        ids = ids[:, length:]
+        if not ids.size:
+            tokens.append(int(mx.argmax(logits[0, -1]).item()))
+            ids = mx.array([tokens[-1:]])
+        if caches[0].offset >= start and not isinstance(caches[0], FakeQuantized):
+            for one in caches:
+                one.keys, one.values = (
+                    mx.dequantize(*mx.quantize(rows, **packing), **packing) for rows in (one.keys, one.values)
+                )
+            caches = [FakeQuantized(one, packing) for one in caches]
+    return tokens
+
+
+REFUSED = {
+    "sharing": (
+        "E6",
+        [{"layer_idx": 4, "bits": 4, "group_size": 64}],
+        "[0].layer_idx is 4; expected a layer that owns a cache: layer 4 reads that of layer 1, so list 1",
+    ),
+    "range": (
+        "D6",
+        [{"layer_idx": 6, "bits": 4, "group_size": 64}],
+        "[0].layer_idx is 6; expected an integer from 0 to 5",
+    ),
+    "twice": ("D6", kv(l1=(4, 64)) + kv(l1=(4, 64)), "[1].layer_idx is 1 a second time; expected each layer once"),
+    "bits": ("D6", kv(l0=(4, 64)) + kv(l1=(5, 64)), "[1].bits is 5; expected 0, 2, 3, 4, 6 or 8"),
+    "group": ("D6", kv(l1=(4, 48)), "[0].group_size is 48; expected 32, 64 or 128"),
+    "head": ("D6", kv(l1=(4, 128)), "[0].group_size is 128; expected a divisor of the 64 numbers of a head in layer 1"),
+    "no group": (
+        "D6",
+        [{"layer_idx": 1, "bits": 4}],
+        "[0].group_size is absent; expected the count of numbers that share a scale",
+    ),
+    "type": ("D6", [{"layer_idx": 1, "bits": True, "group_size": 64}], "[0].bits is true; expected 0, 2, 3, 4, 6 or 8"),
+    "key": (
+        "D6",
+        [{"layer_idx": 1, "bits": 4, "group_size": 64, "mode": "mxfp4"}],
+        '[0] has the key "mode"; expected layer_idx, bits and group_size only',
+    ),
+    "entry": ("D6", [3], "[0] is 3; expected an object"),
+    "list": (
+        "D6",
+        {"bits": 4},
+        'holds an object; expected an array of {"layer_idx", "bits", "group_size"}, one a layer',
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_by_name(what: str) -> None:
+    name, entries, message = REFUSED[what]
+    separator = " " if message.startswith(("[", "holds")) else ""
+    with pytest.raises(StraightlineError) as refused:
+        make_cache(served(name), json.loads(json.dumps(entries)))
+    assert str(refused.value) == f"make_cache: kv_config:{separator}{message}"
+
+
+def test_refused_arguments() -> None:
+    model = served("D6")
+    with pytest.raises(StraightlineError, match="make_cache: rollback is 1; expected True or False"):
+        make_cache(model, rollback=1)  # type: ignore[arg-type]
+    with pytest.raises(StraightlineError, match="make_cache: depth is 0; expected an integer from 1 to 4096"):
+        make_cache(model, rollback=True, depth=0)
+
+
+def test_mixed_layouts_are_refused() -> None:
+    """One mask serves all layers of a kind; mlx-lm would use the first cache's for the others' rows."""
+    model = served("D6")
+    caches = make_cache(model)
+    caches[1] = SlidingRollbackCache(WINDOW)
+    for forward in (model, model.monolith):
+        with pytest.raises(StraightlineError) as refused:
+            forward(toys.tokens(1, 3), cache=caches)
+        assert str(refused.value) == (
+            "cache 1 is SlidingRollbackCache, but cache 0 is RotatingKVCache, and one mask serves all sliding layers; "
+            "expected caches of one make_cache"
+        )
+
+
+def test_any_mlx_lm_model_can_be_asked_for_caches() -> None:
+    outer = toys.build(toys.E6, outer=True)
+    assert [type(one) for one in make_cache(outer, MIXES["8 bits"])] == [
+        QuantizedRingCache,
+        QuantizedRingCache,
+        QuantizedGrowingCache,
+    ]
+    assert type(make_cache(outer)[0]) is RotatingKVCache
