@@ -4,6 +4,7 @@ Three things that mlx-lm 0.32.2 cannot load are put right on the way in, in memo
 the newer layout of, names under another program's prefix, and an lm_head tensor beside a tied embedding.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import mlx.core as mx
 from mlx_lm import utils
 from mlx_lm.models import gemma4, gemma4_text
 
+from ..codegen.checkpoint import INDEX, read_tensors
 from ..codegen.config import FLAT, NESTED, read_config, read_file
-from ..codegen.errors import SpecError, show
+from ..codegen.errors import SpecError, listing, show
 from ..codegen.spec import Attention, Spec
-from ..codegen.tensors import OTHER_TOWERS, canonical
+from ..codegen.tensors import OTHER_TOWERS, canonical, check_tensors, quantization_modes
 from .errors import StraightlineError
 from .model import specialize
 
@@ -38,15 +40,48 @@ def load(
     The arguments are those of `mlx_lm.load`, then those of `specialize`.
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
-    folder = utils._download(str(path_or_hf_repo), revision=revision)
+    folder = _download(path_or_hf_repo, revision)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
-        model = utils.load_adapters(model, adapter_path)
-        model.eval()
+        load_adapters(model, adapter_path, lazy)
     specialized = specialize(model, strict=strict, generate=generate)
     tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
-    tokenizer = utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = _load_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
     return (specialized, tokenizer, config) if return_config else (specialized, tokenizer)
+
+
+def _download(path_or_hf_repo: str | Path, revision: str | None) -> Path:
+    try:
+        return Path(utils._download(str(path_or_hf_repo), revision=revision))
+    except (OSError, ValueError) as error:
+        raise StraightlineError(
+            f"{path_or_hf_repo}: is no folder here and cannot be had from the hub: {_sentence(error)}"
+        ) from error
+
+
+def _load_tokenizer(folder: Path, tokenizer_config: dict[str, Any], eos_token_ids: Any) -> Any:
+    from transformers import PretrainedConfig
+
+    try:
+        try:
+            return utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=eos_token_ids)
+        except Exception:
+            # transformers reads config.json for it, and its own Gemma 4 refuses some that mlx-lm and we understand.
+            with_config = {"config": PretrainedConfig()} | tokenizer_config
+            return utils.load_tokenizer(folder, with_config, eos_token_ids=eos_token_ids)
+    except Exception as error:  # transformers has no type for it
+        raise StraightlineError(f"{folder}: its tokenizer cannot be loaded: {_sentence(error)}") from error
+
+
+def load_adapters(model: Any, adapter_path: str | Path, lazy: bool = False) -> None:
+    """Adapters as `mlx_lm.lora` saves them, into the model: every tensor of the file, or StraightlineError."""
+    try:
+        utils.load_adapters(model, str(adapter_path))
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise StraightlineError(f"{adapter_path}: the adapter does not fit: {_sentence(error)}") from error
+    model.eval()
+    if not lazy:
+        mx.eval(model.parameters())
 
 
 def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -58,21 +93,48 @@ def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | 
                 f"{folder}: model_type is {show(config.get('model_type'))}; expected a Gemma 4 checkpoint "
                 f"({', '.join(NESTED + FLAT)})"
             )
+        quantization_modes(config)
         changes = (model_config or {}) | _as_mlx_lm_reads_it(config)
         model, config = utils.load_model(folder, lazy=lazy, model_config=changes, get_model_classes=_classes)
-    except FileNotFoundError as error:
-        raise StraightlineError(f"{folder}: {error}; expected config.json and model*.safetensors") from None
     except SpecError as error:
-        raise StraightlineError(f"{folder}: {error}") from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise StraightlineError(f"{folder}: mlx-lm cannot load it: {_sentence(error)}") from error
+        raise StraightlineError(_in(folder, error)) from None
+    except StraightlineError:
+        raise
+    except Exception as error:  # whatever a config or tensor that fits nothing sets off in mlx-lm
+        raise StraightlineError(_why_not(folder, config, error)) from error
     model.__class__ = type(model).__bases__[0]
     return model, config
 
 
+def _why_not(folder: Path, config: Mapping[str, Any], error: Exception) -> str:
+    """What is wrong with the checkpoint, as far as its config and the names and shapes of its tensors tell."""
+    try:
+        spec = read_config(config)
+        absent = _absent_shards(folder)
+        if absent:
+            verb = "is" if len(absent) == 1 else "are"
+            return f"{folder}: {listing(absent)} {verb} absent; expected every file that {INDEX} names"
+        check_tensors(spec, read_tensors(folder), quantization_modes(config))
+    except SpecError as better:
+        return _in(folder, better)
+    return f"{folder}: mlx-lm cannot load it: {_sentence(error)}"
+
+
+def _absent_shards(folder: Path) -> list[str]:
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # mlx-lm does without an index too
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _in(folder: Path, error: SpecError) -> str:
+    return str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}"
+
+
 def _sentence(error: Exception) -> str:
     """mlx-lm lists every wrong tensor on a line of its own; the first few say what is wrong."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
     return " ".join(lines[:4]).rstrip(",.") + more
 
