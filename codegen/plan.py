@@ -3,6 +3,7 @@
 Decide here, never in the template: if a template needs `and`, the plan lacks a field.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -45,6 +46,11 @@ class Kind:
     fused_scaled_add: bool
     weights_name: str
     weight_groups: tuple[str, ...]
+    hidden_size: int
+    qkv_site: str
+    attention_site: str
+    geglu_site: str
+    intermediate_size: int
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -58,6 +64,19 @@ class Kind:
     @property
     def parameters(self) -> str:
         return ", ".join(self.arguments("kv" if self.is_reader else "cache", "per_layer_input"))
+
+    @property
+    def decode_parameters(self) -> str:
+        head = ("w", "s", "h", "x", "kv" if self.is_reader else "cache", "position")
+        return ", ".join((*head, "per_layer", "layer") if self.per_layer_input else head)
+
+    @property
+    def decode_title(self) -> str:
+        return f"{self.name} for one token: the stream h and its input norm x, to those of the next layer."
+
+    @property
+    def freqs_argument(self) -> str:
+        return f", {self.rope_freqs}" if self.rope_freqs else ""
 
     def arguments(self, kv: str, per_layer_input: str) -> tuple[str, ...]:
         head = ("w", "x", "mask", kv)
@@ -83,6 +102,25 @@ class Step:
     def call(self) -> str:
         extra = f", per_layer[:, :, {self.index}, :]" if self.kind.per_layer_input else ""
         return f"{self.kind.name}(w.layers[{self.index}], h, {self.mask}, {self.keys}{extra})"
+
+
+    @property
+    def decode_call(self) -> str:
+        extra = f", per_layer, {self.index}" if self.kind.per_layer_input else ""
+        return f"decode_{self.kind.name}(w.layers[{self.index}], s, h, x, {self.keys}, position{extra})"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A fused site of `decode`: a dataclass of runtime.kernels with its sizes, and the name that the file gives it."""
+
+    name: str
+    kind: str
+    arguments: tuple[tuple[str, int | float | bool | None], ...]
+
+    @property
+    def constant(self) -> str:
+        return self.name.upper()
 
 
 @dataclass(frozen=True)
@@ -140,6 +178,7 @@ class Plan:
     layer_weights: tuple[Run, ...]
     masks: tuple[Mask, ...]
     freqs: tuple[Freqs, ...]
+    sites: tuple[Site, ...]
     kinds: tuple[Kind, ...]
     steps: tuple[Step, ...]
 
@@ -186,12 +225,44 @@ def make_plan(target: Target) -> Plan:
             for kind, layer in ((kind, spec.layers[first]) for kind, first in _first_layers(spec).items())
             if layer.rope.kind is RopeKind.PROPORTIONAL
         ),
+        sites=_sites(spec, kinds.values()),
         kinds=tuple(kinds.values()),
         steps=tuple(
             Step(index, kinds[names[index]], _mask_name(layer.attention), cache_of.get(index), layer.kv_source)
             for index, layer in enumerate(spec.layers)
         ),
     )
+
+
+def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
+    """Every fused site that `decode` uses, once, in the order of use."""
+    size, eps = spec.hidden_size, spec.rms_norm_eps
+    sites: dict[str, Site] = {}
+
+    def add(name: str, kind: str, **arguments: int | float | bool | None) -> None:
+        sites.setdefault(name, Site(name, kind, tuple(arguments.items())))
+
+    for kind in kinds:
+        theta = None if kind.rope_freqs else kind.rope_theta
+        kv_heads = 0 if kind.is_reader else kind.kv_heads
+        k_eq_v = kind.k_eq_v and not kind.is_reader
+        heads = {"heads": kind.query_heads, "kv_heads": kv_heads, "head_dim": kind.head_dim}
+        add(kind.qkv_site, "QKVRope", **heads, eps=eps, theta=theta, k_eq_v=k_eq_v)
+        if not kind.kv_bits:
+            add(kind.attention_site, "Attention", heads=kind.query_heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim)
+    add("attention_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=3 if spec.experts else 1)
+    for kind in kinds:
+        add(kind.geglu_site, "Geglu", size=kind.intermediate_size)
+    if spec.experts:
+        add("experts_geglu", "Geglu", size=spec.experts.intermediate_size, joined=False, experts=spec.experts.top_k)
+    if spec.per_layer_input_size:
+        add("feedforward_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=0)
+        add("per_layer_gate", "PerLayerGate", size=spec.per_layer_input_size, layers=len(spec.layers))
+    if spec.experts:
+        add("layer_end", "DualResidualNorms", size=size, eps=eps)
+    else:
+        add("layer_end", "ResidualNorms", size=size, eps=eps, scaled=True, norms=1)
+    return tuple(sites.values())
 
 
 def _roles(spec: Spec) -> tuple[Role, ...]:
@@ -265,6 +336,11 @@ def _kind(target: Target, name: str, indices: list[int], role: Role) -> Kind:
         fused_scaled_add="scaled_add" in target.fused,
         weights_name=f"{name.upper()}_WEIGHTS",
         weight_groups=_weight_groups(spec, layer, role),
+        hidden_size=spec.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        qkv_site=f"{layer.attention.value}_{'query' if role is Role.READER else 'qkv'}",
+        attention_site=f"{layer.attention.value}_attention",
+        geglu_site="geglu" if layer.intermediate_size == spec.layers[0].intermediate_size else "wide_geglu",
     )
 
 
@@ -277,13 +353,15 @@ def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
         groups.append("router_norm router_proj per_expert_scale switch_glu")
     if spec.per_layer_input_size:
         groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
-    return (*groups, "layer_scalar")
+    joined = "gate_up_proj" if role is Role.READER else "qkv_proj gate_up_proj"
+    groups.append(f"{joined} gate_experts up_experts down_experts" if spec.experts else joined)
+    return (*groups, "layer_scalar next_norm")
 
 
 def _model_weights(spec: Spec) -> str:
     per_layer = "embed_per_layer per_layer_model_projection per_layer_projection_norm "
     head = "unembed" if spec.tie_word_embeddings else "lm_head"
-    return f"embed {per_layer if spec.per_layer_input_size else ''}norm {head}"
+    return f"embed {per_layer if spec.per_layer_input_size else ''}first_norm norm {head}"
 
 
 def _title(target: Target) -> str:

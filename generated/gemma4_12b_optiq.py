@@ -4,7 +4,15 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, quantized_attention, scaled_add
+from straightline.runtime.ops import (
+    geglu,
+    gelu_approx,
+    logit_softcap,
+    proportional_freqs,
+    quantized_attention,
+    scaled_add,
+)
+from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
 
 FINGERPRINT = "c63ddaef12443152"
 ARCHITECTURE = "aed3db8fc5be3181"
@@ -33,21 +41,24 @@ CACHES = (
     + (("sliding", 1024, 4, 64),) * 5
     + (("full", None, 4, 64),) * 1
 )
-MODEL_WEIGHTS = "embed norm unembed"
+MODEL_WEIGHTS = "embed first_norm norm unembed"
 SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
     (SLIDING_4BIT_WEIGHTS,) * 3
@@ -73,6 +84,11 @@ LAYER_WEIGHTS = (
     + (FULL_4BIT_WEIGHTS,) * 1
 )
 FULL_FREQS = proportional_freqs(dims=512, rotated=128, base=1000000.0, factor=1.0)
+SLIDING_QKV = QKVRope(heads=16, kv_heads=8, head_dim=256, eps=1e-06, theta=10000.0, k_eq_v=False)
+FULL_QKV = QKVRope(heads=16, kv_heads=1, head_dim=512, eps=1e-06, theta=None, k_eq_v=True)
+ATTENTION_END = ResidualNorms(size=3840, eps=1e-06, scaled=False, norms=1)
+GEGLU = Geglu(size=15360)
+LAYER_END = ResidualNorms(size=3840, eps=1e-06, scaled=True, norms=1)
 
 
 def sliding_4bit(w, x, mask, cache):
@@ -221,3 +237,145 @@ def forward(w, ids, caches, tap):
     h = tap(47, full_4bit(w.layers[47], h, full_mask, caches[47]))
     h = tap(48, mx.fast.rms_norm(h, w.norm, 1e-06))
     return logit_softcap(30.0, w.unembed(h))
+
+
+def decode_sliding_4bit(w, s, h, x, cache, position):
+    """sliding_4bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
+    y = w.o_proj(y.reshape(1, 1, 4096))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode_sliding_8bit(w, s, h, x, cache, position):
+    """sliding_8bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
+    y = w.o_proj(y.reshape(1, 1, 4096))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode_full_4bit(w, s, h, x, cache, position):
+    """full_4bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.full_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
+    y = w.o_proj(y.reshape(1, 1, 8192))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode(w, s, ids, caches, tap):
+    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    position = mx.array(caches[0].offset)
+
+    h = tap(-1, w.embed(ids) * 61.96773353931867)
+    x = mx.fast.rms_norm(h, w.first_norm, 1e-06)
+    h, x = decode_sliding_4bit(w.layers[0], s, h, x, caches[0], position)
+    h = tap(0, h)
+    h, x = decode_sliding_4bit(w.layers[1], s, h, x, caches[1], position)
+    h = tap(1, h)
+    h, x = decode_sliding_4bit(w.layers[2], s, h, x, caches[2], position)
+    h = tap(2, h)
+    h, x = decode_sliding_8bit(w.layers[3], s, h, x, caches[3], position)
+    h = tap(3, h)
+    h, x = decode_sliding_4bit(w.layers[4], s, h, x, caches[4], position)
+    h = tap(4, h)
+    h, x = decode_full_4bit(w.layers[5], s, h, x, caches[5], position)
+    h = tap(5, h)
+    h, x = decode_sliding_8bit(w.layers[6], s, h, x, caches[6], position)
+    h = tap(6, h)
+    h, x = decode_sliding_8bit(w.layers[7], s, h, x, caches[7], position)
+    h = tap(7, h)
+    h, x = decode_sliding_8bit(w.layers[8], s, h, x, caches[8], position)
+    h = tap(8, h)
+    h, x = decode_sliding_4bit(w.layers[9], s, h, x, caches[9], position)
+    h = tap(9, h)
+    h, x = decode_sliding_8bit(w.layers[10], s, h, x, caches[10], position)
+    h = tap(10, h)
+    h, x = decode_full_4bit(w.layers[11], s, h, x, caches[11], position)
+    h = tap(11, h)
+    h, x = decode_sliding_8bit(w.layers[12], s, h, x, caches[12], position)
+    h = tap(12, h)
+    h, x = decode_sliding_4bit(w.layers[13], s, h, x, caches[13], position)
+    h = tap(13, h)
+    h, x = decode_sliding_4bit(w.layers[14], s, h, x, caches[14], position)
+    h = tap(14, h)
+    h, x = decode_sliding_4bit(w.layers[15], s, h, x, caches[15], position)
+    h = tap(15, h)
+    h, x = decode_sliding_4bit(w.layers[16], s, h, x, caches[16], position)
+    h = tap(16, h)
+    h, x = decode_full_4bit(w.layers[17], s, h, x, caches[17], position)
+    h = tap(17, h)
+    h, x = decode_sliding_4bit(w.layers[18], s, h, x, caches[18], position)
+    h = tap(18, h)
+    h, x = decode_sliding_4bit(w.layers[19], s, h, x, caches[19], position)
+    h = tap(19, h)
+    h, x = decode_sliding_4bit(w.layers[20], s, h, x, caches[20], position)
+    h = tap(20, h)
+    h, x = decode_sliding_4bit(w.layers[21], s, h, x, caches[21], position)
+    h = tap(21, h)
+    h, x = decode_sliding_4bit(w.layers[22], s, h, x, caches[22], position)
+    h = tap(22, h)
+    h, x = decode_full_4bit(w.layers[23], s, h, x, caches[23], position)
+    h = tap(23, h)
+    h, x = decode_sliding_4bit(w.layers[24], s, h, x, caches[24], position)
+    h = tap(24, h)
+    h, x = decode_sliding_4bit(w.layers[25], s, h, x, caches[25], position)
+    h = tap(25, h)
+    h, x = decode_sliding_4bit(w.layers[26], s, h, x, caches[26], position)
+    h = tap(26, h)
+    h, x = decode_sliding_4bit(w.layers[27], s, h, x, caches[27], position)
+    h = tap(27, h)
+    h, x = decode_sliding_4bit(w.layers[28], s, h, x, caches[28], position)
+    h = tap(28, h)
+    h, x = decode_full_4bit(w.layers[29], s, h, x, caches[29], position)
+    h = tap(29, h)
+    h, x = decode_sliding_4bit(w.layers[30], s, h, x, caches[30], position)
+    h = tap(30, h)
+    h, x = decode_sliding_4bit(w.layers[31], s, h, x, caches[31], position)
+    h = tap(31, h)
+    h, x = decode_sliding_4bit(w.layers[32], s, h, x, caches[32], position)
+    h = tap(32, h)
+    h, x = decode_sliding_4bit(w.layers[33], s, h, x, caches[33], position)
+    h = tap(33, h)
+    h, x = decode_sliding_4bit(w.layers[34], s, h, x, caches[34], position)
+    h = tap(34, h)
+    h, x = decode_full_4bit(w.layers[35], s, h, x, caches[35], position)
+    h = tap(35, h)
+    h, x = decode_sliding_4bit(w.layers[36], s, h, x, caches[36], position)
+    h = tap(36, h)
+    h, x = decode_sliding_4bit(w.layers[37], s, h, x, caches[37], position)
+    h = tap(37, h)
+    h, x = decode_sliding_4bit(w.layers[38], s, h, x, caches[38], position)
+    h = tap(38, h)
+    h, x = decode_sliding_4bit(w.layers[39], s, h, x, caches[39], position)
+    h = tap(39, h)
+    h, x = decode_sliding_4bit(w.layers[40], s, h, x, caches[40], position)
+    h = tap(40, h)
+    h, x = decode_full_4bit(w.layers[41], s, h, x, caches[41], position)
+    h = tap(41, h)
+    h, x = decode_sliding_4bit(w.layers[42], s, h, x, caches[42], position)
+    h = tap(42, h)
+    h, x = decode_sliding_4bit(w.layers[43], s, h, x, caches[43], position)
+    h = tap(43, h)
+    h, x = decode_sliding_4bit(w.layers[44], s, h, x, caches[44], position)
+    h = tap(44, h)
+    h, x = decode_sliding_4bit(w.layers[45], s, h, x, caches[45], position)
+    h = tap(45, h)
+    h, x = decode_sliding_4bit(w.layers[46], s, h, x, caches[46], position)
+    h = tap(46, h)
+    h, x = decode_full_4bit(w.layers[47], s, h, x, caches[47], position)
+    _ = tap(47, h)
+    x = tap(48, x)
+    return logit_softcap(30.0, w.unembed(x))

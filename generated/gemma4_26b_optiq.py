@@ -4,7 +4,15 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, quantized_attention, scaled_add
+from straightline.runtime.ops import (
+    geglu,
+    gelu_approx,
+    logit_softcap,
+    proportional_freqs,
+    quantized_attention,
+    scaled_add,
+)
+from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
 
 FINGERPRINT = "3cb2dac55a3daf1b"
 ARCHITECTURE = "68e829184b5031a2"
@@ -27,34 +35,38 @@ CACHES = (
     + (("sliding", 1024, 4, 64),) * 5
     + (("full", None, 4, 64),) * 1
 )
-MODEL_WEIGHTS = "embed norm unembed"
+MODEL_WEIGHTS = "embed first_norm norm unembed"
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "layer_scalar",
+    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "layer_scalar next_norm",
 )
 SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "layer_scalar",
+    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "layer_scalar",
+    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "layer_scalar",
+    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
     (SLIDING_8BIT_WEIGHTS,) * 1
@@ -74,6 +86,12 @@ LAYER_WEIGHTS = (
     + (FULL_4BIT_WEIGHTS,) * 1
 )
 FULL_FREQS = proportional_freqs(dims=512, rotated=128, base=1000000.0, factor=1.0)
+SLIDING_QKV = QKVRope(heads=16, kv_heads=8, head_dim=256, eps=1e-06, theta=10000.0, k_eq_v=False)
+FULL_QKV = QKVRope(heads=16, kv_heads=2, head_dim=512, eps=1e-06, theta=None, k_eq_v=True)
+ATTENTION_END = ResidualNorms(size=2816, eps=1e-06, scaled=False, norms=3)
+GEGLU = Geglu(size=2112)
+EXPERTS_GEGLU = Geglu(size=704, joined=False, experts=8)
+LAYER_END = DualResidualNorms(size=2816, eps=1e-06)
 
 
 def sliding_8bit(w, x, mask, cache):
@@ -269,3 +287,193 @@ def forward(w, ids, caches, tap):
     h = tap(29, full_4bit(w.layers[29], h, full_mask, caches[29]))
     h = tap(30, mx.fast.rms_norm(h, w.norm, 1e-06))
     return logit_softcap(30.0, w.unembed(h))
+
+
+def decode_sliding_8bit(w, s, h, x, cache, position):
+    """sliding_8bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
+    y = w.o_proj(y.reshape(1, 1, 4096))
+    h, x, r, e = s.attention_end(
+        y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
+    )
+
+    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    scores = w.router_proj(r)
+    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
+    e = e.reshape(1, 1, 1, 1, 2816)
+    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    h, x = s.layer_end(
+        dense,
+        y,
+        h,
+        w.post_feedforward_layernorm_1,
+        w.post_feedforward_layernorm_2,
+        w.post_feedforward_layernorm,
+        w.layer_scalar,
+        w.next_norm,
+    )
+    return h, x
+
+
+def decode_sliding_4bit(w, s, h, x, cache, position):
+    """sliding_4bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
+    y = w.o_proj(y.reshape(1, 1, 4096))
+    h, x, r, e = s.attention_end(
+        y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
+    )
+
+    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    scores = w.router_proj(r)
+    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
+    e = e.reshape(1, 1, 1, 1, 2816)
+    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    h, x = s.layer_end(
+        dense,
+        y,
+        h,
+        w.post_feedforward_layernorm_1,
+        w.post_feedforward_layernorm_2,
+        w.post_feedforward_layernorm,
+        w.layer_scalar,
+        w.next_norm,
+    )
+    return h, x
+
+
+def decode_full_8bit(w, s, h, x, cache, position):
+    """full_8bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.full_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
+    y = w.o_proj(y.reshape(1, 1, 8192))
+    h, x, r, e = s.attention_end(
+        y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
+    )
+
+    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    scores = w.router_proj(r)
+    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
+    e = e.reshape(1, 1, 1, 1, 2816)
+    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    h, x = s.layer_end(
+        dense,
+        y,
+        h,
+        w.post_feedforward_layernorm_1,
+        w.post_feedforward_layernorm_2,
+        w.post_feedforward_layernorm,
+        w.layer_scalar,
+        w.next_norm,
+    )
+    return h, x
+
+
+def decode_full_4bit(w, s, h, x, cache, position):
+    """full_4bit for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.full_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
+    k, v = cache.update_and_fetch(k, v)
+    y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
+    y = w.o_proj(y.reshape(1, 1, 8192))
+    h, x, r, e = s.attention_end(
+        y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
+    )
+
+    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    scores = w.router_proj(r)
+    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
+    e = e.reshape(1, 1, 1, 1, 2816)
+    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    h, x = s.layer_end(
+        dense,
+        y,
+        h,
+        w.post_feedforward_layernorm_1,
+        w.post_feedforward_layernorm_2,
+        w.post_feedforward_layernorm,
+        w.layer_scalar,
+        w.next_norm,
+    )
+    return h, x
+
+
+def decode(w, s, ids, caches, tap):
+    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    position = mx.array(caches[0].offset)
+
+    h = tap(-1, w.embed(ids) * 53.0659966456864)
+    x = mx.fast.rms_norm(h, w.first_norm, 1e-06)
+    h, x = decode_sliding_8bit(w.layers[0], s, h, x, caches[0], position)
+    h = tap(0, h)
+    h, x = decode_sliding_4bit(w.layers[1], s, h, x, caches[1], position)
+    h = tap(1, h)
+    h, x = decode_sliding_4bit(w.layers[2], s, h, x, caches[2], position)
+    h = tap(2, h)
+    h, x = decode_sliding_8bit(w.layers[3], s, h, x, caches[3], position)
+    h = tap(3, h)
+    h, x = decode_sliding_8bit(w.layers[4], s, h, x, caches[4], position)
+    h = tap(4, h)
+    h, x = decode_full_8bit(w.layers[5], s, h, x, caches[5], position)
+    h = tap(5, h)
+    h, x = decode_sliding_4bit(w.layers[6], s, h, x, caches[6], position)
+    h = tap(6, h)
+    h, x = decode_sliding_4bit(w.layers[7], s, h, x, caches[7], position)
+    h = tap(7, h)
+    h, x = decode_sliding_8bit(w.layers[8], s, h, x, caches[8], position)
+    h = tap(8, h)
+    h, x = decode_sliding_8bit(w.layers[9], s, h, x, caches[9], position)
+    h = tap(9, h)
+    h, x = decode_sliding_4bit(w.layers[10], s, h, x, caches[10], position)
+    h = tap(10, h)
+    h, x = decode_full_8bit(w.layers[11], s, h, x, caches[11], position)
+    h = tap(11, h)
+    h, x = decode_sliding_8bit(w.layers[12], s, h, x, caches[12], position)
+    h = tap(12, h)
+    h, x = decode_sliding_4bit(w.layers[13], s, h, x, caches[13], position)
+    h = tap(13, h)
+    h, x = decode_sliding_4bit(w.layers[14], s, h, x, caches[14], position)
+    h = tap(14, h)
+    h, x = decode_sliding_4bit(w.layers[15], s, h, x, caches[15], position)
+    h = tap(15, h)
+    h, x = decode_sliding_4bit(w.layers[16], s, h, x, caches[16], position)
+    h = tap(16, h)
+    h, x = decode_full_4bit(w.layers[17], s, h, x, caches[17], position)
+    h = tap(17, h)
+    h, x = decode_sliding_4bit(w.layers[18], s, h, x, caches[18], position)
+    h = tap(18, h)
+    h, x = decode_sliding_4bit(w.layers[19], s, h, x, caches[19], position)
+    h = tap(19, h)
+    h, x = decode_sliding_4bit(w.layers[20], s, h, x, caches[20], position)
+    h = tap(20, h)
+    h, x = decode_sliding_4bit(w.layers[21], s, h, x, caches[21], position)
+    h = tap(21, h)
+    h, x = decode_sliding_4bit(w.layers[22], s, h, x, caches[22], position)
+    h = tap(22, h)
+    h, x = decode_full_4bit(w.layers[23], s, h, x, caches[23], position)
+    h = tap(23, h)
+    h, x = decode_sliding_4bit(w.layers[24], s, h, x, caches[24], position)
+    h = tap(24, h)
+    h, x = decode_sliding_4bit(w.layers[25], s, h, x, caches[25], position)
+    h = tap(25, h)
+    h, x = decode_sliding_4bit(w.layers[26], s, h, x, caches[26], position)
+    h = tap(26, h)
+    h, x = decode_sliding_4bit(w.layers[27], s, h, x, caches[27], position)
+    h = tap(27, h)
+    h, x = decode_sliding_4bit(w.layers[28], s, h, x, caches[28], position)
+    h = tap(28, h)
+    h, x = decode_full_4bit(w.layers[29], s, h, x, caches[29], position)
+    _ = tap(29, h)
+    x = tap(30, x)
+    return logit_softcap(30.0, w.unembed(x))

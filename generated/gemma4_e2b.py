@@ -4,7 +4,15 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add
+from straightline.runtime.ops import (
+    geglu,
+    gelu_approx,
+    logit_softcap,
+    proportional_freqs,
+    quantized_attention,
+    scaled_add,
+)
+from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
 
 FINGERPRINT = "19da90de4618254e"
 ARCHITECTURE = "19da90de4618254e"
@@ -18,42 +26,48 @@ CACHES = (
     + (("sliding", 512),) * 4
     + (("full", None),) * 1
 )
-MODEL_WEIGHTS = "embed embed_per_layer per_layer_model_projection per_layer_projection_norm norm unembed"
+MODEL_WEIGHTS = "embed embed_per_layer per_layer_model_projection per_layer_projection_norm first_norm norm unembed"
 SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 SLIDING_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 FULL_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "qkv_proj gate_up_proj",
+    "layer_scalar next_norm",
 )
 SLIDING_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "gate_up_proj",
+    "layer_scalar next_norm",
 )
 FULL_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "layer_scalar",
+    "gate_up_proj",
+    "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
     (SLIDING_WEIGHTS,) * 4
@@ -73,6 +87,18 @@ LAYER_WEIGHTS = (
     + (FULL_READER_WEIGHTS,) * 1
 )
 FULL_FREQS = proportional_freqs(dims=512, rotated=128, base=1000000.0, factor=1.0)
+SLIDING_QKV = QKVRope(heads=8, kv_heads=1, head_dim=256, eps=1e-06, theta=10000.0, k_eq_v=False)
+SLIDING_ATTENTION = Attention(heads=8, kv_heads=1, head_dim=256)
+FULL_QKV = QKVRope(heads=8, kv_heads=1, head_dim=512, eps=1e-06, theta=None, k_eq_v=False)
+FULL_ATTENTION = Attention(heads=8, kv_heads=1, head_dim=512)
+SLIDING_QUERY = QKVRope(heads=8, kv_heads=0, head_dim=256, eps=1e-06, theta=10000.0, k_eq_v=False)
+FULL_QUERY = QKVRope(heads=8, kv_heads=0, head_dim=512, eps=1e-06, theta=None, k_eq_v=False)
+ATTENTION_END = ResidualNorms(size=1536, eps=1e-06, scaled=False, norms=1)
+GEGLU = Geglu(size=6144)
+WIDE_GEGLU = Geglu(size=12288)
+FEEDFORWARD_END = ResidualNorms(size=1536, eps=1e-06, scaled=False, norms=0)
+PER_LAYER_GATE = PerLayerGate(size=256, layers=35)
+LAYER_END = ResidualNorms(size=1536, eps=1e-06, scaled=True, norms=1)
 
 
 def sliding(w, x, mask, cache, per_layer_input):
@@ -322,3 +348,162 @@ def forward(w, ids, caches, tap):
     h = tap(34, full_reader(w.layers[34], h, full_mask, kv14, per_layer[:, :, 34, :]))
     h = tap(35, mx.fast.rms_norm(h, w.norm, 1e-06))
     return logit_softcap(30.0, w.unembed(h))
+
+
+def decode_sliding(w, s, h, x, cache, position, per_layer, layer):
+    """sliding for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = w.o_proj(s.sliding_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode_full(w, s, h, x, cache, position, per_layer, layer):
+    """full for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.full_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
+    k, v = cache.update_and_fetch(k, v)
+    y = w.o_proj(s.full_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode_sliding_source(w, s, h, x, cache, position, per_layer, layer):
+    """sliding_source for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)
+    k, v = cache.update_and_fetch(k, v)
+    y = w.o_proj(s.sliding_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x, (k, v)
+
+
+def decode_full_source(w, s, h, x, cache, position, per_layer, layer):
+    """full_source for one token: the stream h and its input norm x, to those of the next layer."""
+    q, k, v = s.full_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
+    k, v = cache.update_and_fetch(k, v)
+    y = w.o_proj(s.full_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x, (k, v)
+
+
+def decode_sliding_reader(w, s, h, x, kv, position, per_layer, layer):
+    """sliding_reader for one token: the stream h and its input norm x, to those of the next layer."""
+    q = s.sliding_query(w.q_proj(x), w.q_norm, position)
+    k, v = kv
+    y = w.o_proj(s.sliding_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.wide_geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode_full_reader(w, s, h, x, kv, position, per_layer, layer):
+    """full_reader for one token: the stream h and its input norm x, to those of the next layer."""
+    q = s.full_query(w.q_proj(x), w.q_norm, position, FULL_FREQS)
+    k, v = kv
+    y = w.o_proj(s.full_attention(q, k, v))
+    h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
+    y = w.down_proj(s.wide_geglu(w.gate_up_proj(x)))
+    h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
+    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
+    return h, x
+
+
+def decode(w, s, ids, caches, tap):
+    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    position = mx.array(caches[0].offset)
+
+    h = tap(-1, w.embed(ids) * 39.191835884530846)
+    per_layer = per_layer_inputs(w, ids, h)
+    x = mx.fast.rms_norm(h, w.first_norm, 1e-06)
+    h, x = decode_sliding(w.layers[0], s, h, x, caches[0], position, per_layer, 0)
+    h = tap(0, h)
+    h, x = decode_sliding(w.layers[1], s, h, x, caches[1], position, per_layer, 1)
+    h = tap(1, h)
+    h, x = decode_sliding(w.layers[2], s, h, x, caches[2], position, per_layer, 2)
+    h = tap(2, h)
+    h, x = decode_sliding(w.layers[3], s, h, x, caches[3], position, per_layer, 3)
+    h = tap(3, h)
+    h, x = decode_full(w.layers[4], s, h, x, caches[4], position, per_layer, 4)
+    h = tap(4, h)
+    h, x = decode_sliding(w.layers[5], s, h, x, caches[5], position, per_layer, 5)
+    h = tap(5, h)
+    h, x = decode_sliding(w.layers[6], s, h, x, caches[6], position, per_layer, 6)
+    h = tap(6, h)
+    h, x = decode_sliding(w.layers[7], s, h, x, caches[7], position, per_layer, 7)
+    h = tap(7, h)
+    h, x = decode_sliding(w.layers[8], s, h, x, caches[8], position, per_layer, 8)
+    h = tap(8, h)
+    h, x = decode_full(w.layers[9], s, h, x, caches[9], position, per_layer, 9)
+    h = tap(9, h)
+    h, x = decode_sliding(w.layers[10], s, h, x, caches[10], position, per_layer, 10)
+    h = tap(10, h)
+    h, x = decode_sliding(w.layers[11], s, h, x, caches[11], position, per_layer, 11)
+    h = tap(11, h)
+    h, x = decode_sliding(w.layers[12], s, h, x, caches[12], position, per_layer, 12)
+    h = tap(12, h)
+    h, x, kv13 = decode_sliding_source(w.layers[13], s, h, x, caches[13], position, per_layer, 13)
+    h = tap(13, h)
+    h, x, kv14 = decode_full_source(w.layers[14], s, h, x, caches[14], position, per_layer, 14)
+    h = tap(14, h)
+    h, x = decode_sliding_reader(w.layers[15], s, h, x, kv13, position, per_layer, 15)
+    h = tap(15, h)
+    h, x = decode_sliding_reader(w.layers[16], s, h, x, kv13, position, per_layer, 16)
+    h = tap(16, h)
+    h, x = decode_sliding_reader(w.layers[17], s, h, x, kv13, position, per_layer, 17)
+    h = tap(17, h)
+    h, x = decode_sliding_reader(w.layers[18], s, h, x, kv13, position, per_layer, 18)
+    h = tap(18, h)
+    h, x = decode_full_reader(w.layers[19], s, h, x, kv14, position, per_layer, 19)
+    h = tap(19, h)
+    h, x = decode_sliding_reader(w.layers[20], s, h, x, kv13, position, per_layer, 20)
+    h = tap(20, h)
+    h, x = decode_sliding_reader(w.layers[21], s, h, x, kv13, position, per_layer, 21)
+    h = tap(21, h)
+    h, x = decode_sliding_reader(w.layers[22], s, h, x, kv13, position, per_layer, 22)
+    h = tap(22, h)
+    h, x = decode_sliding_reader(w.layers[23], s, h, x, kv13, position, per_layer, 23)
+    h = tap(23, h)
+    h, x = decode_full_reader(w.layers[24], s, h, x, kv14, position, per_layer, 24)
+    h = tap(24, h)
+    h, x = decode_sliding_reader(w.layers[25], s, h, x, kv13, position, per_layer, 25)
+    h = tap(25, h)
+    h, x = decode_sliding_reader(w.layers[26], s, h, x, kv13, position, per_layer, 26)
+    h = tap(26, h)
+    h, x = decode_sliding_reader(w.layers[27], s, h, x, kv13, position, per_layer, 27)
+    h = tap(27, h)
+    h, x = decode_sliding_reader(w.layers[28], s, h, x, kv13, position, per_layer, 28)
+    h = tap(28, h)
+    h, x = decode_full_reader(w.layers[29], s, h, x, kv14, position, per_layer, 29)
+    h = tap(29, h)
+    h, x = decode_sliding_reader(w.layers[30], s, h, x, kv13, position, per_layer, 30)
+    h = tap(30, h)
+    h, x = decode_sliding_reader(w.layers[31], s, h, x, kv13, position, per_layer, 31)
+    h = tap(31, h)
+    h, x = decode_sliding_reader(w.layers[32], s, h, x, kv13, position, per_layer, 32)
+    h = tap(32, h)
+    h, x = decode_sliding_reader(w.layers[33], s, h, x, kv13, position, per_layer, 33)
+    h = tap(33, h)
+    h, x = decode_full_reader(w.layers[34], s, h, x, kv14, position, per_layer, 34)
+    _ = tap(34, h)
+    x = tap(35, x)
+    return logit_softcap(30.0, w.unembed(x))

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from operator import is_
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
@@ -15,6 +16,7 @@ from .caches import CacheGuard
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
+from .kernels import Site, resolve_all
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
@@ -26,6 +28,8 @@ class Route(NamedTuple):
 
     guard: CacheGuard
     forward: Callable[..., mx.array]
+    decode: Callable[..., mx.array]
+    sites: SimpleNamespace
 
 
 class Bound:
@@ -53,9 +57,16 @@ class Bound:
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
             self.sentinel: int = self.files[0].SENTINEL
-            self.routes = tuple(Route(CacheGuard(file.CACHES), file.forward) for file in self.files)
+            self.routes = tuple(self._route(text, file) for file in self.files)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
+
+    def _route(self, text: nn.Module, file: ModuleType) -> Route:
+        sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+        calls = resolve_all(sites.values(), stream_dtype(text))
+        return Route(
+            CacheGuard(file.CACHES), file.forward, file.decode, SimpleNamespace(**dict(zip(sites, calls, strict=True)))
+        )
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs."""
@@ -112,6 +123,12 @@ def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[M
             f"no generated file has the fingerprint {spec.architecture}; make one with specialize(model, generate=True)"
         )
     return (kept,)
+
+
+def stream_dtype(text: nn.Module) -> mx.Dtype:
+    """The one dtype of all floating parameters; float32 if they mix, which no kernel is made for."""
+    dtypes = {value.dtype for _, value in tree_flatten(text.parameters())} - {mx.uint32, mx.uint8}
+    return dtypes.pop() if len(dtypes) == 1 else mx.float32
 
 
 def evaluate_hidden_arrays(root: nn.Module) -> None:

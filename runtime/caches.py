@@ -1,6 +1,7 @@
 """Which caches a generated file takes, and what stands in for one when there is none."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,11 @@ from .kv.layouts import LAYOUTS, mixed_layouts
 # What a message names as expected: the usual cache of each kind in a generated file's CACHES.
 PLAIN = {"sliding": "RotatingKVCache", "full": "KVCache"}
 QUANTIZED = {"sliding": "QuantizedRingCache", "full": "QuantizedGrowingCache"}
+
+
+# Layouts that mask nothing for one token, as long as a ring is no larger than its window.
+MASKLESS = ("ring", "growing")
+_OFFSET = attrgetter("offset")
 
 
 class NoCache:
@@ -37,8 +43,22 @@ class CacheGuard:
         self.expected = expected
         self.none = (NoCache(),) * len(expected)
         self._known: set[tuple[Any, ...]] = set()
+        self._maskless: set[tuple[Any, ...]] = set()
+        self._rings = [(index, window) for index, (kind, window, *_) in enumerate(expected) if kind == "sliding"]
         # A file without quantized K/V needs no bits to tell caches apart, and has the shorter look-up.
         self._form: Callable[[Any], Any] = type if all(len(one) == 2 for one in expected) else cache_form
+
+    def maskless(self, caches: list[Any]) -> bool:
+        """Whether one token needs no mask, and all caches are at one position: what `decode` is made for.
+
+        Of caches that `refuse` has let through.
+        """
+        forms = tuple(map(self._form, caches))
+        if forms not in self._maskless:
+            if any(LAYOUTS[type(cache)][1] not in MASKLESS for cache in caches):
+                return False
+            self._maskless.add(forms)
+        return len(set(map(_OFFSET, caches))) == 1 and all(caches[i].max_size <= window for i, window in self._rings)
 
     @property
     def quantized(self) -> bool:

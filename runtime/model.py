@@ -60,12 +60,14 @@ class Specialized(Watched):
                 **unknown,
             )
         assert inputs is not None
-        caches = route.guard.none if cache is None else cache
-        if tap is None:
-            logits = route.forward(bound.weights, inputs, caches, no_tap)
+        step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
+        hook = no_tap if step is None else step
+        # An edited stream has another input norm than the one that `decode` has worked out by then.
+        if inputs.size == 1 and cache is not None and (tap is None or tap.edit is None) and route.guard.maskless(cache):
+            logits = route.decode(bound.weights, route.sites, inputs, cache, hook)
         else:
-            step = tap.begin(bound.sentinel, inputs.shape[1])
-            logits = route.forward(bound.weights, inputs, caches, step)
+            logits = route.forward(bound.weights, inputs, route.guard.none if cache is None else cache, hook)
+        if step is not None:
             step.end()
         self.dispatch.generated()
         return logits

@@ -15,6 +15,7 @@ from mlx_lm.models import gemma4_text, switch_layers
 
 from .errors import StraightlineError
 from .evaluation import evaluate
+from .joining import Arrays, join
 from .watch import plain_class
 
 # What a generated file calls it, and where mlx-lm keeps it.
@@ -46,6 +47,15 @@ LINEARS = {
     "per_layer_model_projection": "per_layer_model_projection",
 }
 MODULES = {"embed": "embed_tokens", "embed_per_layer": "embed_tokens_per_layer", "switch_glu": "experts.switch_glu"}
+JOINED = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+EXPERTS = {
+    "gate_experts": "experts.switch_glu.gate_proj",
+    "up_experts": "experts.switch_glu.up_proj",
+    "down_experts": "experts.switch_glu.down_proj",
+}
 ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert_scale"}
 
 # Whose __call__ the templates transcribe: a module of another class computes something else.
@@ -68,10 +78,14 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
     _expect_class(inner, gemma4_text.Gemma4TextModel, "model")
     if len(inner["layers"]) != file.LAYERS:
         raise StraightlineError(f"the model has {len(inner['layers'])} layers; the file expects {file.LAYERS}")
-    weights = _bind_slots(file.MODEL_WEIGHTS.split(), inner, "", extra={"lm_head": text}, ignore=("layers",))
+    layers = inner["layers"]
+    norms = [_bind_slot("input_layernorm", layer, f"layers.{index}.", {})[0] for index, layer in enumerate(layers)]
+    norms.append(_bind_slot("norm", inner, "", {})[0])
+    extra = {"text": text, "first_norm": norms[0]}
+    weights = _bind_slots(file.MODEL_WEIGHTS.split(), inner, "", extra=extra, ignore=("layers",))
     weights.layers = [
-        _bind_slots(" ".join(groups).split(), layer, f"layers.{index}.", TRANSCRIBED)
-        for index, (layer, groups) in enumerate(zip(inner["layers"], file.LAYER_WEIGHTS, strict=True))
+        _bind_slots(" ".join(groups).split(), layer, f"layers.{index}.", TRANSCRIBED, {"next_norm": norms[index + 1]})
+        for index, (layer, groups) in enumerate(zip(layers, file.LAYER_WEIGHTS, strict=True))
     ]
     # Constants baked at import are evaluated here: left lazy, they belong to the stream of the importing thread.
     evaluate([value for value in vars(file).values() if isinstance(value, mx.array)])
@@ -83,7 +97,7 @@ def _bind_slots(
     module: nn.Module,
     where: str,
     classes: dict[str, type] | None = None,
-    extra: dict[str, nn.Module] | None = None,
+    extra: dict[str, Any] | None = None,
     ignore: tuple[str, ...] = (),
 ) -> SimpleNamespace:
     for path, expected in (classes or {}).items():
@@ -102,7 +116,7 @@ def _bind_slots(
     return bound
 
 
-def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, nn.Module]) -> tuple[Any, tuple[str, ...]]:
+def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     """The value of one slot, and the paths of the parameters that it covers."""
     if slot in NORMS:
         norm = _get(module, NORMS[slot], where)
@@ -114,10 +128,16 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, nn.Mod
         return _get(module, MODULES[slot], where), (MODULES[slot],)
     if slot in ARRAYS:
         return _get(module, ARRAYS[slot], where), (ARRAYS[slot],)
+    if slot in JOINED:
+        return joined(JOINED[slot], module, where), ()
+    if slot in EXPERTS:
+        return expert_linear(_get(module, EXPERTS[slot], where), slot == "down_experts"), ()
+    if slot in extra:
+        return extra[slot], ()
     if slot == "unembed":
         return _get(module, "embed_tokens", where).as_linear, ("embed_tokens",)
     if slot == "lm_head":
-        return linear(_get(extra["lm_head"], "lm_head", where)), ()
+        return linear(_get(extra["text"], "lm_head", where)), ()
     if slot == "router_norm":
         # The monolith multiplies the two at every call; the product is the same bits.
         folded = _get(module, "router.scale", where) * module["router"]._root_size
@@ -138,8 +158,58 @@ def linear(module: Any) -> Callable[[mx.array], mx.array]:
     return call
 
 
-def _quantized_linear(module: nn.Module) -> Callable[[mx.array], mx.array]:
+def joined(paths: tuple[str, ...], module: nn.Module, where: str) -> Callable[[mx.array], mx.array]:
+    """Several projections of the same input as one: [.., a + b + c]. K = V layers have no v_proj."""
+    parts = [part for part in (_find(module, path) for path in paths) if part is not None]
+    whole = join(parts)
+    if whole is not None:
+        return _quantized_matmul(whole, parts[0])
+    calls = [linear(part) for part in parts]
+    return lambda x: mx.concatenate([call(x) for call in calls], axis=-1)
+
+
+def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], mx.array]:
+    """(x, chosen) -> [1, 1, top_k, 1, out] for one token: the rows of x said outright, which MLX otherwise works out.
+
+    x is [1, 1, 1, 1, in], or [1, 1, top_k, 1, in] for the projection down.
+    """
+    call: Callable[[mx.array, mx.array], mx.array] = module
+    exact = plain_class(module) is switch_layers.QuantizedSwitchLinear and "bias" not in module
+    if not exact or module.global_scale is not None:
+        return call
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+    group_size, bits, mode = module.group_size, module.bits, module.mode
+    rows: dict[int, mx.array] = {}
+
+    def expert_linear(x: mx.array, chosen: mx.array) -> mx.array:
+        count = chosen.size
+        if count not in rows:
+            rows[count] = mx.arange(count, dtype=mx.uint32) * is_down
+            rows[count] = rows[count].reshape(1, 1, count)
+            mx.eval(rows[count])
+        y: mx.array = mx.gather_qmm(
+            x,
+            weight,
+            scales,
+            biases,
+            lhs_indices=rows[count],
+            rhs_indices=chosen,
+            transpose=True,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+        )
+        return y
+
+    return expert_linear
+
+
+def _quantized_linear(module: Any) -> Callable[[mx.array], mx.array]:
+    return _quantized_matmul((module["weight"], module["scales"], module.get("biases")), module)
+
+
+def _quantized_matmul(arrays: Arrays, module: Any) -> Callable[[mx.array], mx.array]:
+    weight, scales, biases = arrays
     group_size, bits, mode = module.group_size, module.bits, module.mode
 
     def quantized_linear(x: mx.array) -> mx.array:
