@@ -1,0 +1,24 @@
+"""Fused sites: what a decode step does often, as one kernel each where that is exact on this device.
+
+A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` gives the callable to use for it.
+"""
+
+from .gates import Geglu, PerLayerGate
+from .matvec import QuantizedMatvec
+from .norms import DualResidualNorms, ResidualNorms
+from .resolve import report, resolve, resolve_all
+from .rope import QKVRope
+from .site import Site
+
+__all__ = [
+    "DualResidualNorms",
+    "Geglu",
+    "PerLayerGate",
+    "QKVRope",
+    "QuantizedMatvec",
+    "ResidualNorms",
+    "Site",
+    "report",
+    "resolve",
+    "resolve_all",
+]

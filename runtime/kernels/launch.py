@@ -1,0 +1,58 @@
+"""The call of a site from its compiled kernel. Host time is what it is for: nothing is worked out twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .program import Program
+from .site import Call, Site
+
+Kernel = Callable[..., list[mx.array]]
+
+
+def launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype, several: bool) -> Call:
+    """`several`: run the kernel for more than one row, too; else those rows go through the plain form."""
+    shapes, unit, threads, single = site.shapes(1), site.unit, (program.threads, 1, 1), len(program.outputs) == 1
+    dtypes = (dtype,) * len(program.outputs)
+    grid = (program.threads * program.blocks, program.lines, 1)
+    rest = rows_launcher(site, program, kernel, dtype) if several and not site.one_row else site.plain
+
+    if single:
+
+        def call(*inputs: Any) -> Any:
+            if inputs[0].size != unit:
+                return rest(*inputs)
+            return kernel(inputs=inputs, output_shapes=shapes, output_dtypes=dtypes, grid=grid, threadgroup=threads)[0]
+
+    else:
+
+        def call(*inputs: Any) -> Any:
+            if inputs[0].size != unit:
+                return rest(*inputs)
+            return kernel(inputs=inputs, output_shapes=shapes, output_dtypes=dtypes, grid=grid, threadgroup=threads)
+
+    return site.wrap(call)
+
+
+def rows_launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype) -> Call:
+    """Any number of rows: the grid follows from the size of the first input."""
+    dtypes = (dtype,) * len(program.outputs)
+    threads = (program.threads, 1, 1)
+    launches: dict[int, tuple[tuple[tuple[int, ...], ...], tuple[int, int, int]]] = {}
+
+    def call(*inputs: Any) -> Any:
+        rows = inputs[0].size // site.unit
+        if rows not in launches:
+            launches[rows] = site.shapes(rows), (program.threads * program.blocks, program.lines * rows, 1)
+        shapes, grid = launches[rows]
+        results = kernel(
+            inputs=site.spread(inputs, rows),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+            grid=grid,
+            threadgroup=threads,
+        )
+        return results[0] if len(results) == 1 else results
+
+    return call

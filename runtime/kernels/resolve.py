@@ -1,0 +1,164 @@
+"""Which form of a site is used on this device: its kernel if it is exact here, else its plain form, with a reason."""
+
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .backends import Backend, detect
+from .launch import launcher
+from .memory import MLX, Finding, checking, key, recall, remember
+from .program import Program, Unsupported
+from .selfcheck import SEVERAL_ROWS, compare
+from .site import Call, Site
+
+DTYPE = mx.bfloat16  # the one dtype that kernels are written for
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """state: "kernel" or "plain"; reason: why plain, or what the self-check of the kernel compared."""
+
+    call: Call
+    state: str
+    reason: str
+
+
+_Key = tuple[Site, mx.Dtype, Backend]
+_resolved: dict[_Key, Resolved] = {}
+_lock = threading.RLock()
+
+
+def resolve(site: Site, dtype: mx.Dtype = DTYPE) -> Call:
+    """What to call for this site: with the arguments of `site.plain`, all floating ones of this dtype.
+
+    The first time in a process a kernel is compiled and compared here, which takes a second or two. Never raises for
+    a kernel that cannot be used; see `report`.
+    """
+    return _resolve(site, dtype, detect()).call
+
+
+def resolve_all(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True) -> tuple[Call, ...]:
+    """`resolve` for many sites, with a progress bar where kernels are compiled."""
+    wanted = tuple(sites)
+    backend = detect()
+    fresh = [site for site in dict.fromkeys(wanted) if (site, dtype, backend) not in _resolved]
+    for site in _shown(fresh, backend) if progress else fresh:
+        _resolve(site, dtype, backend)
+    return tuple(_resolve(site, dtype, backend).call for site in wanted)
+
+
+def _shown(sites: list[Site], backend: Backend) -> Iterable[Site]:
+    if not backend.name or len(sites) < 2:
+        return sites
+    from tqdm import tqdm
+
+    bar: Iterable[Site] = tqdm(
+        sites, desc=f"checking fused kernels on {backend.device}", unit="kernel", file=sys.stderr
+    )
+    return bar
+
+
+def report() -> dict[Site, tuple[str, str]]:
+    """Each site asked for in this process, in that order: ("kernel" | "plain", reason), as last resolved."""
+    return {site: (found.state, found.reason) for (site, _, _), found in _resolved.items()}
+
+
+def forget() -> None:
+    """Resolve everything anew; what the cache folder holds is kept."""
+    with _lock:
+        _resolved.clear()
+
+
+def _resolve(site: Site, dtype: mx.Dtype, backend: Backend) -> Resolved:
+    wanted = (site, dtype, backend)
+    found = _resolved.get(wanted)
+    if found is None:
+        with _lock:
+            found = _resolved.get(wanted) or _choose(site, dtype, backend)
+            _resolved[wanted] = found
+    return found
+
+
+def _choose(site: Site, dtype: mx.Dtype, backend: Backend) -> Resolved:
+    reason = backend.reason
+    if not reason and dtype != DTYPE:
+        reason = f"{_short(dtype)}: kernels are for bfloat16"
+    if reason:
+        return Resolved(site.plain, "plain", reason)
+    try:
+        program = site.program(backend.name)
+    except Unsupported as error:
+        return Resolved(site.plain, "plain", str(error))
+    return _checked(site, dtype, backend, program)
+
+
+def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) -> Resolved:
+    """By what is remembered, or by a self-check that is remembered."""
+    name = key(backend, program, site)
+    about = {"site": repr(site), "device": backend.device, "backend": backend.name, "mlx": MLX}
+    known = recall(name)
+    deaths = 0
+    if known is not None and known.state == "checking":
+        # One death may have been the user's impatience.
+        deaths = known.deaths + known.died
+        known = Finding("plain", "two processes died while they checked it") if deaths > 1 else None
+        if known is not None:
+            remember(name, known, about)
+    if known is not None and known.state == "plain":
+        return Resolved(site.plain, "plain", f"{known.reason} (found earlier)")
+    if known is None:
+        remember(name, checking(deaths), about)
+    try:
+        call, finding = _try(site, dtype, backend, program, known)
+    except BaseException:  # interrupted: says nothing about the kernel
+        remember(name, known, about)
+        raise
+    if finding != known:
+        remember(name, finding if finding is not None else known, about)
+    if finding is None:
+        return Resolved(call, "plain", "the device had no memory left to check it")
+    return Resolved(call, finding.state, finding.reason)
+
+
+def _try(
+    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
+) -> tuple[Call, Finding | None]:
+    """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
+    try:
+        kernel = backend.make(program)
+        call = launcher(site, program, kernel, dtype, several=True)
+        compared = compare(site, call, dtype, site.seeds if known is None else 1)
+    except Exception as error:  # whatever a kernel or a device does, the plain form is there
+        if "memory" in str(error) and "illegal" not in str(error):
+            return site.plain, None
+        return site.plain, Finding("plain", f"failed: {first_lines(error)}")
+    if compared.differs:
+        return site.plain, Finding("plain", f"not exact here: {compared.differs}")
+    if known is not None:
+        return launcher(site, program, kernel, dtype, known.several), known
+    rows = 0 if site.one_row else _compare_rows(site, call, dtype)
+    reason = f"exact: {compared.values + rows} values compared{'' if rows or site.one_row else '; one row only'}"
+    return launcher(site, program, kernel, dtype, rows > 0), Finding("kernel", reason, rows > 0)
+
+
+def _compare_rows(site: Site, call: Call, dtype: mx.Dtype) -> int:
+    """How many values were compared for several rows; 0 if the kernel is not for them."""
+    try:
+        compared = compare(site, call, dtype, max(4, site.seeds // 4), SEVERAL_ROWS)
+    except Exception:
+        return 0
+    return 0 if compared.differs else compared.values
+
+
+def first_lines(error: Exception, count: int = 3) -> str:
+    """What a compiler says first: the lines with `error`, or the first lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    chosen = [line for line in lines if "error" in line.lower()] or lines
+    return " | ".join(chosen[:count])[:600]
+
+
+def _short(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -1,0 +1,48 @@
+"""What every fused site is: sizes baked in, a plain form in MLX's own ops, a kernel as text, inputs for its check."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from .program import Program
+
+Outputs = mx.array | tuple[mx.array, ...]
+Call = Callable[..., Any]
+
+
+class Site(ABC):
+    """One token a row (L = 1). The call of a site takes what `plain` takes and returns what it returns."""
+
+    seeds: ClassVar[int] = 24  # of the self-check
+    one_row: ClassVar[bool] = False  # has no kernel for more than one row
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """How many values of the first input belong to one row of the batch."""
+
+    @abstractmethod
+    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the outputs for this many rows."""
+
+    @abstractmethod
+    def plain(self, *inputs: Any) -> Outputs:
+        """mlx-lm's own operations in their order."""
+
+    @abstractmethod
+    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
+        """Random inputs for `plain`, at the real sizes."""
+
+    @abstractmethod
+    def program(self, backend: str) -> Program:
+        """The kernel for "cuda" or "metal". Raises Unsupported."""
+
+    def wrap(self, call: Call) -> Call:
+        """The call of the site, from one that takes the kernel's inputs, for one row."""
+        return call
+
+    def spread(self, inputs: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+        """The kernel's inputs for several rows, from the site's."""
+        return inputs
