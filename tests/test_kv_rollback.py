@@ -193,6 +193,23 @@ def test_too_deep_is_refused_with_nothing_changed() -> None:
         assert cache.is_trimmable() and cache.trim(1) == 1
 
 
+@pytest.mark.parametrize("filled", [12, 14, 15, 16, 40])
+def test_a_cache_from_a_state_goes_back_by_its_depth_and_no_further(filled: int) -> None:
+    """Its older rows are gone, wherever the slots of the first tokens are."""
+    history = History("sliding")
+    rows = random_rows(history.rng, filled)
+    history.cache.update_and_fetch(*rows)
+    history.cache = SlidingRollbackCache.from_state(history.cache.state)
+    assert history.cache.trimmable == DEPTH
+    with pytest.raises(StraightlineError, match=f"after {filled} tokens, but only 4 can be taken back"):
+        history.cache.trim(DEPTH + 1)
+    assert history.cache.trim(DEPTH) == DEPTH
+    history.tokens = [cut(rows, 0, filled - DEPTH)]
+    history.twin.update_and_fetch(*history.tokens[0])
+    for width in (1, 3, 1, 5, 2):
+        history.append(width, 1)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_everything_can_be_taken_back_before_the_wrap(name: str) -> None:
     """A cache that is trimmed to nothing is an empty one; more than there is trims what there is, as in mlx-lm."""
