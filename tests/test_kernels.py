@@ -1,6 +1,6 @@
 """Fused sites without a GPU: plain forms against mlx-lm's modules, the self-check, its memory, and the texts.
 
-The kernels themselves are checked on a GPU by tests/gpu/kernels.py. Rows of CASES: B16 (bit-equality of parts).
+The kernels themselves are checked on a GPU by tests/gpu/kernels.py.
 """
 
 import json

@@ -8,19 +8,21 @@ is not installed:  . tests/gpu/path.sh && python3 tests/gpu/kernels.py --json re
 import argparse
 import json
 import os
+import platform
+import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("STRAIGHTLINE_CACHE", tempfile.mkdtemp(prefix="straightline-kernels-"))
 
 import mlx.core as mx
-from machine import ROOT, describe
 from oracle import oracle
 
 from straightline.runtime.kernels import (
@@ -39,6 +41,7 @@ from straightline.runtime.kernels.launch import launcher
 from straightline.runtime.kernels.resolve import first_lines, forget
 from straightline.runtime.kernels.selfcheck import different
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("e4b", "12b", "26b", "e2b", "31b")
 ROWS = 3
 
@@ -99,6 +102,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{result.verdict}: {result.size} {result.site}: {result.failed}", flush=True)
     print(f"{len(results) - len(bad)} of {len(results)} sites equal, {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if bad or not results else 0
+
+
+def describe(commit: str | None) -> dict[str, str]:
+    info = mx.device_info()
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "commit": commit or "unknown",
+        "device": f"{mx.default_device()}, {info.get('device_name', 'unknown')}",
+        "machine": platform.platform(),
+        "packages": ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm")),
+    }
 
 
 def measure(result: Result, site: Site, backend: Backend, options: argparse.Namespace) -> None:
