@@ -84,7 +84,7 @@ class History:
 def test_random_schedules(name: str) -> None:
     """Append k, reject r, thousands of tokens: mostly steps and drafts, now and then a chunk wider than the window."""
     history, rng = History(name), np.random.default_rng(7)
-    steps = 1000 if history.window else 150
+    steps = 600 if history.window else 120
     for step in range(steps):
         wide = rng.random() < 0.06
         length = int(rng.integers(1, 40)) if wide else int(rng.integers(1, history.depth + 2))
