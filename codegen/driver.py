@@ -4,6 +4,7 @@ Everything is rendered before anything is written, so an error leaves generated/
 """
 
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from . import upstream
@@ -13,6 +14,7 @@ from .target import Target, checkpoint_target, read_target, target_names
 from .write import write_files
 
 GENERATED = Path(__file__).parent.parent / "generated"
+FEW = 2  # targets that are rendered before a pool of processes has started
 
 
 def chosen(names: Iterable[str]) -> tuple[Target, ...]:
@@ -24,7 +26,13 @@ def rendered(targets: Iterable[Target]) -> dict[str, bytes]:
     """File name to bytes. The tools that render are loaded here, not by `./regen.sh --help`."""
     from .pipeline import source_of
 
-    return {f"{target.module}.py": source_of(target).encode() for target in targets}
+    wanted = tuple(targets)
+    if len(wanted) <= FEW:
+        sources = map(source_of, wanted)
+        return {f"{target.module}.py": source.encode() for target, source in zip(wanted, sources, strict=True)}
+    with ProcessPoolExecutor() as pool:
+        sources = pool.map(source_of, wanted)
+        return {f"{target.module}.py": source.encode() for target, source in zip(wanted, sources, strict=True)}
 
 
 def check(targets: tuple[Target, ...]) -> tuple[str, ...]:

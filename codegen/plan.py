@@ -66,6 +66,15 @@ class Kind:
         return ", ".join(self.arguments("kv" if self.is_reader else "cache", "per_layer_input"))
 
     @property
+    def dual_end(self) -> bool:
+        """Whether the norms of the dense and the sparse branch are part of what ends the layer."""
+        return self.experts and not self.per_layer_input
+
+    @property
+    def sums_experts(self) -> bool:
+        return self.experts and self.per_layer_input
+
+    @property
     def decode_parameters(self) -> str:
         head = ("w", "s", "h", "x", "kv" if self.is_reader else "cache", "position")
         return ", ".join((*head, "per_layer", "layer") if self.per_layer_input else head)
@@ -102,7 +111,6 @@ class Step:
     def call(self) -> str:
         extra = f", per_layer[:, :, {self.index}, :]" if self.kind.per_layer_input else ""
         return f"{self.kind.name}(w.layers[{self.index}], h, {self.mask}, {self.keys}{extra})"
-
 
     @property
     def decode_call(self) -> str:
@@ -249,7 +257,9 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
         heads = {"heads": kind.query_heads, "kv_heads": kv_heads, "head_dim": kind.head_dim}
         add(kind.qkv_site, "QKVRope", **heads, eps=eps, theta=theta, k_eq_v=k_eq_v)
         if not kind.kv_bits:
-            add(kind.attention_site, "Attention", heads=kind.query_heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim)
+            add(
+                kind.attention_site, "Attention", heads=kind.query_heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim
+            )
     add("attention_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=3 if spec.experts else 1)
     for kind in kinds:
         add(kind.geglu_site, "Geglu", size=kind.intermediate_size)
@@ -258,7 +268,7 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
     if spec.per_layer_input_size:
         add("feedforward_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=0)
         add("per_layer_gate", "PerLayerGate", size=spec.per_layer_input_size, layers=len(spec.layers))
-    if spec.experts:
+    if spec.experts and not spec.per_layer_input_size:
         add("layer_end", "DualResidualNorms", size=size, eps=eps)
     else:
         add("layer_end", "ResidualNorms", size=size, eps=eps, scaled=True, norms=1)

@@ -4,15 +4,8 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import (
-    geglu,
-    gelu_approx,
-    logit_softcap,
-    proportional_freqs,
-    quantized_attention,
-    scaled_add,
-)
-from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
+from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, quantized_attention, scaled_add
+from straightline.runtime.kernels import Geglu, QKVRope, ResidualNorms
 
 FINGERPRINT = "c63ddaef12443152"
 ARCHITECTURE = "aed3db8fc5be3181"
@@ -276,7 +269,7 @@ def decode_full_4bit(w, s, h, x, cache, position):
 
 
 def decode(w, s, ids, caches, tap):
-    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    """forward for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
     position = mx.array(caches[0].offset)
 
     h = tap(-1, w.embed(ids) * 61.96773353931867)

@@ -4,15 +4,8 @@
 
 import mlx.core as mx
 
-from straightline.runtime.ops import (
-    geglu,
-    gelu_approx,
-    logit_softcap,
-    proportional_freqs,
-    quantized_attention,
-    scaled_add,
-)
-from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
+from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add
+from straightline.runtime.kernels import Attention, Geglu, PerLayerGate, QKVRope, ResidualNorms
 
 FINGERPRINT = "6b7fbbd21baa7818"
 ARCHITECTURE = "6b7fbbd21baa7818"
@@ -437,7 +430,7 @@ def decode_full_reader(w, s, h, x, kv, position, per_layer, layer):
 
 
 def decode(w, s, ids, caches, tap):
-    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    """forward for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
     position = mx.array(caches[0].offset)
 
     h = tap(-1, w.embed(ids) * 50.59644256269407)

@@ -12,7 +12,7 @@ from straightline.runtime.ops import (
     quantized_attention,
     scaled_add,
 )
-from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, PerLayerGate, QKVRope, ResidualNorms
+from straightline.runtime.kernels import Geglu, PerLayerGate, QKVRope, ResidualNorms
 
 FINGERPRINT = "f4cac50fcf0f00ab"
 ARCHITECTURE = "6b7fbbd21baa7818"
@@ -559,7 +559,7 @@ def decode_full_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
 
 
 def decode(w, s, ids, caches, tap):
-    """`forward` for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
+    """forward for one token [1, 1] and caches that need no mask, all at one position: fewer primitives, same bits."""
     position = mx.array(caches[0].offset)
 
     h = tap(-1, w.embed(ids) * 50.59644256269407)

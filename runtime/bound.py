@@ -1,6 +1,7 @@
 """Bound: the generated files of one architecture with one model's weights; or the reason why there are none."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import is_
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,8 +24,18 @@ from .watch import changes, watch
 from .weights import bind
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `specialize` was asked for."""
+
+    module: ModuleType | None
+    strict: bool
+    generate: bool
+    kernels: bool
+
+
 class Route(NamedTuple):
-    """One generated file: whom it takes (`guard`), and what runs."""
+    """One generated file: whom it takes (`guard`), what runs for any width and for one token, its fused sites."""
 
     guard: CacheGuard
     forward: Callable[..., mx.array]
@@ -35,10 +46,9 @@ class Route(NamedTuple):
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
-    def __init__(
-        self, text: nn.Module, file: ModuleType | None, generate: bool = False, found: tuple[ModuleType, ...] = ()
-    ) -> None:
-        """file: the only one to use, or None. found: those that served last time, if any."""
+    def __init__(self, text: nn.Module, options: Options, found: tuple[ModuleType, ...] = ()) -> None:
+        """found: the files that served last time, if any."""
+        file = options.module
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -52,18 +62,18 @@ class Bound:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
             spec = read_arguments(text.args)
             if file is not None or not found or spec.architecture != found[0].ARCHITECTURE:
-                self.files = choose_files(spec, file, generate)
+                self.files = choose_files(spec, file, options.generate)
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
             self.sentinel: int = self.files[0].SENTINEL
-            self.routes = tuple(self._route(text, file) for file in self.files)
+            self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
-    def _route(self, text: nn.Module, file: ModuleType) -> Route:
+    def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
         sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
-        calls = resolve_all(sites.values(), stream_dtype(text))
+        calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
         return Route(
             CacheGuard(file.CACHES), file.forward, file.decode, SimpleNamespace(**dict(zip(sites, calls, strict=True)))
         )

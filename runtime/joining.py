@@ -25,7 +25,9 @@ class Joined:
     def holds(self, parts: list[Any]) -> bool:
         now = [[part.get(key) for key in KEYS] for part in parts]
         return len(now) == len(self.views) and all(
-            one is other for mine, theirs in zip(now, self.views, strict=True) for one, other in zip(mine, theirs, strict=True)
+            one is other
+            for mine, theirs in zip(now, self.views, strict=True)
+            for one, other in zip(mine, theirs, strict=True)
         )
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -46,7 +48,8 @@ def join(parts: list[Any]) -> Arrays | None:
         whole: Arrays = known.whole
         return whole
     arrays = [
-        None if key not in first or first[key] is None else mx.concatenate([part[key] for part in parts]) for key in KEYS
+        None if key not in first or first[key] is None else mx.concatenate([part[key] for part in parts])
+        for key in KEYS
     ]
     if not evaluate([array for array in arrays if array is not None]):
         return None

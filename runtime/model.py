@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
-from .bound import Bound
+from .bound import Bound, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .kv import quantizable
@@ -26,8 +26,7 @@ class Specialized(Watched):
 
     dispatch: Dispatch
     _bound: Bound | None
-    _module: ModuleType | None
-    _generate: bool
+    _options: Options
     _tap: HiddenTap | None
 
     def __call__(
@@ -118,7 +117,7 @@ class Specialized(Watched):
 
     def _bind(self) -> Bound:
         found = self._bound.files if self._bound is not None else ()
-        bound = Bound(text_model(self), self._module, self._generate, found)
+        bound = Bound(text_model(self), self._options, found)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
@@ -132,11 +131,11 @@ class Specialized(Watched):
         twin.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OWN}, memo))
         entries: Any = self
         dict.update(twin, {key: copy.deepcopy(value, memo) for key, value in entries.items()})
-        memo[id(self)] = specialized = _specialized(twin, self._module, self.dispatch.strict, self._generate)
+        memo[id(self)] = specialized = _specialized(twin, self._options)
         return specialized
 
 
-_OWN = ("dispatch", "_bound", "_module", "_generate", "_tap")
+_OWN = ("dispatch", "_bound", "_options", "_tap")
 
 
 class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
@@ -160,7 +159,9 @@ def text_model(model: Any) -> nn.Module:
     return text
 
 
-def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = False, generate: bool = False) -> Any:
+def specialize(
+    model: Any, module: ModuleType | None = None, *, strict: bool = False, generate: bool = False, kernels: bool = False
+) -> Any:
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
 
     model: a loaded mlx-lm Gemma 4 model, outer or text. It stays as it is, and both see adapters put into its layers.
@@ -171,20 +172,22 @@ def specialize(model: Any, module: ModuleType | None = None, *, strict: bool = F
     strict: raise StraightlineError where the monolith would serve, here and at every call.
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
         again next time, with or without this flag.
+    kernels: let decoding use fused kernels of straightline's own, each where a self-check on this device says that it
+        is exact. Faster on a GPU, for some seconds more at load while they are compiled.
 
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
     Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
     """
     if isinstance(model, Specialized) and module is None:
-        module = model._module
-    specialized = _specialized(model, module, strict, generate)
+        module = model._options.module
+    specialized = _specialized(model, Options(module, strict, generate, kernels))
     bound = specialized._bind()
     if strict and bound.reason:
         raise StraightlineError(f"strict: {bound.reason}")
     return specialized
 
 
-def _specialized(model: Any, module: ModuleType | None, strict: bool, generate: bool) -> Any:
+def _specialized(model: Any, options: Options) -> Any:
     """Not bound yet; the first call binds."""
     plain: Any = plain_model_class(model) if isinstance(model, Specialized) else plain_class(model)
     if plain not in CLASSES:
@@ -194,7 +197,7 @@ def _specialized(model: Any, module: ModuleType | None, strict: bool, generate: 
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    own = {"dispatch": Dispatch(strict), "_bound": None, "_module": module, "_generate": generate, "_tap": None}
+    own = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
     for name, value in own.items():
         object.__setattr__(specialized, name, value)
     return specialized

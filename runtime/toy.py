@@ -1,4 +1,4 @@
-"""A tiny random Gemma 4 with a byte tokenizer: for the examples, and to try a call without a checkpoint.
+"""A tiny random Gemma 4 with a tokenizer of single letters: for the examples, and to try a call without a checkpoint.
 
 Its text is noise; its shapes, caches and taps are those of a real model.
 """
@@ -13,7 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .model import specialize
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
-VOCABULARY = len(SPECIAL) + 256
+LETTERS = ["\n", *map(chr, range(0x20, 0x7F)), *map(chr, range(0xC0, 0x160))]
+VOCABULARY = len(SPECIAL) + len(LETTERS)
 
 
 def toy_config() -> dict[str, Any]:
@@ -51,18 +52,17 @@ def toy_config() -> dict[str, Any]:
 
 
 def toy_tokenizer() -> Any:
-    """One token a byte, after the special ones."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """One token a character, after the special ones. Every token can be printed."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     wrap: Any = PreTrainedTokenizerFast
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *letters))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *LETTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     names = {f"{token.strip('<>')}_token": token for token in SPECIAL}
-    return wrap(tokenizer_object=tokenizer, **names)
+    return wrap(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
 
 
 def toy(seed: int = 0, *, generate: bool = True) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def test_goes_on_bit_equal(model: Any, mix: str, filled: tuple[int, ...], tmp_pa
     ]
     for other in loaded:
         assert_same(_tuples([one.state for one in other]), _tuples([one.state for one in caches]), "state")
-    for length in (1, 1, 3, 1, 20, 1):
+    for length in (1, 3, 20, 1):
         logits = model(toys.tokens(1, length, seed=length), cache=caches)
         for other in loaded:
             assert_same(model(toys.tokens(1, length, seed=length), cache=other), logits, "logits")
@@ -69,9 +69,7 @@ def test_rollback_right_after_loading(model: Any, tmp_path: Path) -> None:
     save_cache(tmp_path / "clean", caches, model)
     mx.eval(model(ids[:, 41:45], cache=caches))
     save_cache(tmp_path / "cache", caches, model)
-    clean, loaded = (
-        load_cache(tmp_path / name, model, EIGHT, rollback=True, depth=4) for name in ("clean", "cache")
-    )
+    clean, loaded = (load_cache(tmp_path / name, model, EIGHT, rollback=True, depth=4) for name in ("clean", "cache"))
     assert mlx_lm_cache.trim_prompt_cache(loaded, 4) == 4
     for length in (1, 2, 7, 1):
         found, expected = (model(ids[:, 41 : 41 + length], cache=one) for one in (loaded, clean))

@@ -83,10 +83,10 @@ def speculative(
 
 
 PLANS = {
-    "all rejected, then width 1": [(3, 0), (0, 0)] * 20,
+    "all rejected, then width 1": [(3, 0), (0, 0)] * 14,
     "one kept": [(3, 1), (0, 0), (4, 1)] * 10,
     "all kept": [(4, 4)] * 8,
-    "width 1 between": [(5, 2), (0, 0), (0, 0), (2, 0), (1, 1)] * 6,
+    "width 1 between": [(5, 2), (0, 0), (0, 0), (2, 0), (1, 1)] * 5,
     "wider than the window": [(12, 3), (0, 0), (15, 1), (1, 0)] * 4,
 }
 

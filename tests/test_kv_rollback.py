@@ -84,7 +84,7 @@ class History:
 def test_random_schedules(name: str) -> None:
     """Append k, reject r, thousands of tokens: mostly steps and drafts, now and then a chunk wider than the window."""
     history, rng = History(name), np.random.default_rng(7)
-    steps = 1000 if history.window else 150
+    steps = 600 if history.window else 120
     for step in range(steps):
         wide = rng.random() < 0.06
         length = int(rng.integers(1, 40)) if wide else int(rng.integers(1, history.depth + 2))
@@ -191,6 +191,23 @@ def test_too_deep_is_refused_with_nothing_changed() -> None:
         assert trim_prompt_cache([cache], 1) == 0
         mx.eval(cache.update_and_fetch(*random_rows(history.rng, 1)))
         assert cache.is_trimmable() and cache.trim(1) == 1
+
+
+@pytest.mark.parametrize("filled", [12, 14, 15, 16, 40])
+def test_a_cache_from_a_state_goes_back_by_its_depth_and_no_further(filled: int) -> None:
+    """Its older rows are gone, wherever the slots of the first tokens are."""
+    history = History("sliding")
+    rows = random_rows(history.rng, filled)
+    history.cache.update_and_fetch(*rows)
+    history.cache = SlidingRollbackCache.from_state(history.cache.state)
+    assert history.cache.trimmable == DEPTH
+    with pytest.raises(StraightlineError, match=f"after {filled} tokens, but only 4 can be taken back"):
+        history.cache.trim(DEPTH + 1)
+    assert history.cache.trim(DEPTH) == DEPTH
+    history.tokens = [cut(rows, 0, filled - DEPTH)]
+    history.twin.update_and_fetch(*history.tokens[0])
+    for width in (1, 3, 1, 5, 2):
+        history.append(width, 1)
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -19,14 +19,14 @@ DTYPE = mx.bfloat16  # the one dtype that kernels are written for
 
 @dataclass(frozen=True)
 class Resolved:
-    """state: "kernel" or "plain"; reason: why plain, or what the self-check of the kernel compared."""
+    """state: "kernel", "written out" (in MLX's operations) or "plain"; reason: why plain, or what was compared."""
 
     call: Call
     state: str
     reason: str
 
 
-_Key = tuple[Site, mx.Dtype, Backend]
+_Key = tuple[Site, mx.Dtype, Backend, bool]
 _resolved: dict[_Key, Resolved] = {}
 _lock = threading.RLock()
 
@@ -37,33 +37,38 @@ def resolve(site: Site, dtype: mx.Dtype = DTYPE) -> Call:
     The first time in a process a kernel is compiled and compared here, which takes a second or two. Never raises for
     a kernel that cannot be used; see `report`.
     """
-    return _resolve(site, dtype, detect()).call
+    return _resolve((site, dtype, detect(), True)).call
 
 
-def resolve_all(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True) -> tuple[Call, ...]:
-    """`resolve` for many sites, with a progress bar where kernels are compiled."""
-    wanted = tuple(sites)
+def resolve_all(
+    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool = True
+) -> tuple[Call, ...]:
+    """`resolve` for many sites, with a progress bar where kernels are compiled.
+
+    kernels: whether kernels of our own may be compiled; what MLX's operations alone can do is used either way.
+    """
     backend = detect()
-    fresh = [site for site in dict.fromkeys(wanted) if (site, dtype, backend) not in _resolved]
-    for site in _shown(fresh, backend) if progress else fresh:
-        _resolve(site, dtype, backend)
-    return tuple(_resolve(site, dtype, backend).call for site in wanted)
+    wanted = [(site, dtype, backend, kernels) for site in sites]
+    fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
+    for one in _shown(fresh, backend) if progress and kernels else fresh:
+        _resolve(one)
+    return tuple(_resolve(one).call for one in wanted)
 
 
-def _shown(sites: list[Site], backend: Backend) -> Iterable[Site]:
-    if not backend.name or len(sites) < 2:
-        return sites
+def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
+    if not backend.name or len(wanted) < 2:
+        return wanted
     from tqdm import tqdm
 
-    bar: Iterable[Site] = tqdm(
-        sites, desc=f"checking fused kernels on {backend.device}", unit="kernel", file=sys.stderr
+    bar: Iterable[_Key] = tqdm(
+        wanted, desc=f"checking fused kernels on {backend.device}", unit="kernel", file=sys.stderr
     )
     return bar
 
 
 def report() -> dict[Site, tuple[str, str]]:
-    """Each site asked for in this process, in that order: ("kernel" | "plain", reason), as last resolved."""
-    return {site: (found.state, found.reason) for (site, _, _), found in _resolved.items()}
+    """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason)."""
+    return {site: (found.state, found.reason) for (site, *_), found in _resolved.items()}
 
 
 def forget() -> None:
@@ -72,17 +77,16 @@ def forget() -> None:
         _resolved.clear()
 
 
-def _resolve(site: Site, dtype: mx.Dtype, backend: Backend) -> Resolved:
-    wanted = (site, dtype, backend)
+def _resolve(wanted: _Key) -> Resolved:
     found = _resolved.get(wanted)
     if found is None:
         with _lock:
-            found = _resolved.get(wanted) or _choose(site, dtype, backend)
+            found = _resolved.get(wanted) or _choose(*wanted)
             _resolved[wanted] = found
     return found
 
 
-def _choose(site: Site, dtype: mx.Dtype, backend: Backend) -> Resolved:
+def _choose(site: Site, dtype: mx.Dtype, backend: Backend, kernels: bool) -> Resolved:
     reason = backend.reason
     if not reason and dtype != DTYPE:
         reason = f"{_short(dtype)}: kernels are for bfloat16"
@@ -91,6 +95,8 @@ def _choose(site: Site, dtype: mx.Dtype, backend: Backend) -> Resolved:
     form = site.form(backend.name)
     if form is not None:
         return _checked_form(site, dtype, form)
+    if not kernels:
+        return Resolved(site.plain, "plain", "kernels are off; specialize(model, kernels=True) checks them")
     try:
         program = site.program(backend.name)
     except Unsupported as error:

@@ -40,7 +40,7 @@ class Site(ABC):
         """The kernel for "cuda" or "metal". Raises Unsupported."""
 
     def form(self, backend: str) -> Call | None:
-        """MLX operations that may stand for `plain` on this backend, if they are exact there; None: only a kernel may."""
+        """MLX operations that may stand for `plain` on this backend where they are exact; None: only a kernel may."""
         return None
 
     def wrap(self, call: Call) -> Call:
