@@ -40,7 +40,7 @@ def load(
     The arguments are those of `mlx_lm.load`, then those of `specialize`.
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
-    folder = _download(path_or_hf_repo, revision)
+    folder = find_folder(path_or_hf_repo, revision)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
         load_adapters(model, adapter_path, lazy)
@@ -50,7 +50,8 @@ def load(
     return (specialized, tokenizer, config) if return_config else (specialized, tokenizer)
 
 
-def _download(path_or_hf_repo: str | Path, revision: str | None) -> Path:
+def find_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint, from the hub if it is not here. Raises StraightlineError."""
     try:
         return Path(utils._download(str(path_or_hf_repo), revision=revision))
     except (OSError, ValueError) as error:

@@ -33,6 +33,10 @@ def _counted(name: str, base: type) -> Any:
     return counted
 
 
+def _made(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
 class Watched:
     """Mixin of the classes that `watch` gives to modules."""
 
@@ -47,8 +51,7 @@ class Watched:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class, which can be found by its name."""
         reduced: Any = super().__reduce_ex__(protocol)
-        made, arguments, *rest = reduced
-        return (made, (plain_class(self), *arguments[1:]), *rest)
+        return (_made, (plain_class(self),), *reduced[2:])
 
 
 class WatchedList(list[Any]):

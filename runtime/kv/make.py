@@ -42,7 +42,12 @@ def make_cache(
         storage = read_kv_config(kv_config, spec, "kv_config")
     except SpecError as error:
         raise StraightlineError(f"make_cache: {error}") from None
-    return [_one(spec, layer, kv, depth if rollback else 0) for layer, kv in zip(spec.owners, storage, strict=True)]
+    return caches_of(spec.with_kv(storage), depth if rollback else 0)
+
+
+def caches_of(spec: Spec, depth: int = 0) -> list[Any]:
+    """The caches of an architecture that stores K/V as `spec.kv` says; a depth of 0 is no rollback."""
+    return [_one(spec, layer, spec.kv_of(layer), depth) for layer in spec.owners]
 
 
 def quantizable(caches: list[Any]) -> list[Any]:
@@ -51,7 +56,7 @@ def quantizable(caches: list[Any]) -> list[Any]:
 
 
 def _one(spec: Spec, layer: int, kv: Quantized | None, depth: int) -> Any:
-    """The cache of one layer; a depth of 0 is no rollback."""
+    """The cache of one layer."""
     window = spec.sliding_window
     if spec.layers[layer].attention is Attention.FULL:
         if kv is not None:

@@ -20,10 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 from machine import ROOT, describe
-from random_model import build, cut, size_in_gb
-from walks import Row, Walk, raw, run_walk, walks
 
 from straightline.runtime import load_generated, specialize
+from straightline.runtime.verification.control import control, spoil
+from straightline.runtime.verification.random_model import build, size_in_gb
+from straightline.runtime.verification.smaller import cut
+from straightline.runtime.verification.walks import Row, run_walk, walks
 
 SIZES = ("e4b", "12b", "26b", "e2b", "31b")
 
@@ -80,20 +82,6 @@ def check_size(size: str, options: argparse.Namespace) -> Iterator[Row]:
     print(
         f"   generated calls {model.dispatch.counts['generated']}, peak {mx.get_peak_memory() / 1e9:.1f} GB", flush=True
     )
-
-
-def control(oracle: Any, model: Any, vocab: int) -> Row:
-    """One weight of the generated path one step in its last bit away: the comparison must see it."""
-    spoil(model)
-    (row,) = run_walk(Walk((("prefill", (16,)),)), oracle, model, vocab, seed=99)
-    expected = f"tap {len(oracle.layers) - 1} "
-    missed = "" if expected in row.departs else f"expected a departure at {expected}, found {row.departs or 'none'}"
-    return Row("control: one bit of one weight", missed, row.seconds, "seen")
-
-
-def spoil(model: Any) -> None:
-    last = model._bound.weights.layers[-1]
-    last.layer_scalar = (raw(last.layer_scalar) + 1).view(last.layer_scalar.dtype)
 
 
 def shown(row: Row) -> Row:

@@ -90,21 +90,3 @@ def plain(name: str, shape: tuple[int, ...]) -> mx.array:
 
 def size_in_gb(model: Any) -> float:
     return float(sum(value.nbytes for _, value in tree_flatten(model.parameters()))) / 1e9
-
-
-def cut(config: dict[str, Any], layers: int | None, vocab: int | None, window: int | None) -> dict[str, Any]:
-    """A published config with fewer layers (sliding and full by turns), tokens and window, all else at full width."""
-    config = copy.deepcopy(config)
-    text = config["text_config"]
-    if layers is not None:
-        sharing = text["num_kv_shared_layers"] * layers // text["num_hidden_layers"]
-        if layers - sharing < 2:
-            raise SystemExit(f"--layers {layers} is too few: one layer of each kind must own its keys and values")
-        kinds = ["sliding_attention", "full_attention"] * layers
-        text |= {"layer_types": kinds[:layers], "num_hidden_layers": layers, "num_kv_shared_layers": sharing}
-    if vocab is not None:
-        text |= {"vocab_size": vocab, "vocab_size_per_layer_input": vocab}
-        config["vocab_size"] = vocab
-    if window is not None:
-        text["sliding_window"] = window
-    return config

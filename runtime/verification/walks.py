@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
-from straightline.runtime import HiddenTap
+from ..kv import make_cache, with_stand_ins
+from ..taps import HiddenTap
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class Walk:
 
     cells: tuple[tuple[str, tuple[int, ...]], ...]
     batch: int = 1
-    caches: str = "plain"  # or "padded" (mlx-lm's batch caches, the second row padded on the left), or "none"
+    # or "padded" (mlx-lm's batch caches, the second row padded on the left), "none", "kv" (by the kv_config),
+    # "rollback" or "kv rollback" (half of each block is taken back before the next call)
+    caches: str = "plain"
 
 
 def walks(window: int, steps: int) -> tuple[Walk, ...]:
@@ -49,6 +52,31 @@ def walks(window: int, steps: int) -> tuple[Walk, ...]:
     )
 
 
+def more_walks(window: int, steps: int, kv: bool) -> tuple[Walk, ...]:
+    """Blocks of 2, rollback, and with `kv` quantized caches: inside, across and past the window."""
+    extra, chunk, near = min(400, window), min(256, window // 2), window - min(10, window // 3)
+    blocks = Walk((("blocks of 2 across the wrap", (near, *(2,) * 6)), ("blocks of 2 past", (window, *(2,) * 2))))
+    rolled = (near, *(4,) * 6, 8, 1)
+    plain = Walk((("rollback: blocks half taken back", rolled), ("rollback: decode", (1,) * 4)), caches="rollback")
+    if not kv:
+        return blocks, plain
+    return (
+        blocks,
+        plain,
+        Walk(
+            (
+                ("quantized K/V: prefill past", (window + extra,)),
+                ("quantized K/V: decode", (1,) * steps),
+                ("quantized K/V: blocks of 4 and 8", (4, 8) * 2),
+            ),
+            caches="kv",
+        ),
+        Walk((("quantized K/V: decode across the wrap", (near, *(1,) * steps)),), caches="kv"),
+        Walk((("quantized K/V: chunks", (chunk,) * 4), ("quantized K/V: batch of 2", (1, 4))), 2, "kv"),
+        Walk((("quantized K/V: rollback", rolled),), caches="kv rollback"),
+    )
+
+
 @dataclass(frozen=True)
 class Row:
     cell: str
@@ -57,20 +85,25 @@ class Row:
     passed: str = "equal"  # what to print where nothing departs
 
 
-def run_walk(walk: Walk, oracle: Any, model: Any, vocab: int, seed: int) -> Iterator[Row]:
+def run_walk(
+    walk: Walk, oracle: Any, model: Any, vocab: int, seed: int, kv_config: list[dict[str, int]] | None = None
+) -> Iterator[Row]:
     """oracle: mlx-lm's model. model: the specialized one. One row for each cell."""
     sentinel = len(oracle.layers)
-    caches = [make_caches(oracle, walk) for _ in range(4)]
+    sources = oracle.get("language_model", oracle)["model"].previous_kvs
+    caches = [make_caches(oracle, walk, kv_config) for _ in range(4)]
     key = mx.random.key(seed)
     for cell, calls in walk.cells:
         start = time.perf_counter()
         departs = ""
+        served = dict(model.dispatch.counts)
         for call, length in enumerate(calls):
             key, draw = mx.random.split(key)
             ids = mx.random.randint(0, vocab, (walk.batch, length), key=draw)
             taps = [HiddenTap(range(-1, sentinel + 1)) for _ in range(2)]
             logits = [
-                evaluated(oracle(ids, cache=caches[0]), caches[0]),
+                # mlx-lm needs the stand-ins where layers share quantized K/V; else they are the caches themselves.
+                evaluated(oracle(ids, cache=with_stand_ins(caches[0], sources)), caches[0]),
                 evaluated(model(ids, cache=caches[1]), caches[1]),
                 evaluated(model.monolith(ids, cache=caches[2], tap=taps[0]), caches[2]),
                 evaluated(model(ids, cache=caches[3], tap=taps[1]), caches[3]),
@@ -79,12 +112,20 @@ def run_walk(walk: Walk, oracle: Any, model: Any, vocab: int, seed: int) -> Iter
             found = first_departure(captured, caches, logits, sentinel) or degenerate(logits[0])
             if found and not departs:
                 departs = f"call {call} ({length} wide): {found}"
-        yield Row(cell, departs, time.perf_counter() - start)
+            if walk.caches.endswith("rollback") and call:
+                for one in (one for each in caches for one in each or []):
+                    one.trim(length // 2)
+        by_hand = model.dispatch.counts["monolith"] - served["monolith"]
+        passed = f"monolith: {model.dispatch.last[1]}" if by_hand else "equal"
+        yield Row(cell, departs, time.perf_counter() - start, passed)
 
 
-def make_caches(oracle: Any, walk: Walk) -> list[Any] | None:
+def make_caches(oracle: Any, walk: Walk, kv_config: list[dict[str, int]] | None) -> list[Any] | None:
     if walk.caches == "none":
         return None
+    if walk.caches not in ("plain", "padded"):
+        kv = kv_config if walk.caches.startswith("kv") else None
+        return make_cache(oracle, kv, rollback=walk.caches.endswith("rollback"))
     caches: list[Any] = oracle.make_cache()
     if walk.caches == "plain":
         return caches
@@ -110,11 +151,12 @@ def first_departure(
     pairs = [(f"tap {index}", taps[0][index], taps[1][index]) for index in sorted(taps[0])]
     for side, others in zip(("generated", "mlx-lm tapped", "generated tapped"), caches[1:], strict=True):
         for index, (one, other) in enumerate(zip(caches[0] or [], others or [], strict=True)):
-            for name, value in vars(one).items():
+            theirs = attributes(other)
+            for name, value in attributes(one).items():
                 if isinstance(value, mx.array):
-                    pairs.append((f"{side}: cache {index} {name}", value, getattr(other, name)))
-                elif value != getattr(other, name):
-                    return f"{side}: cache {index} {name} is {getattr(other, name)}, not {value}"
+                    pairs.append((f"{side}: cache {index} {name}", value, theirs[name]))
+                elif value != theirs[name]:
+                    return f"{side}: cache {index} {name} is {theirs[name]}, not {value}"
     for side, other in zip(("generated", "mlx-lm tapped", "generated tapped"), logits[1:], strict=True):
         pairs.append((f"{side}: logits", logits[0], other))
     for name, one, other in pairs:
@@ -131,6 +173,18 @@ def first_departure(
         f"{name} at flat index {first} ({mx.sum(where).item()} of {one.size} values); "
         f"then {', '.join(name for name, _, _ in found[1:3]) or 'nothing else'}"
     )
+
+
+def attributes(cache: Any) -> dict[str, Any]:
+    """Everything that a cache holds, that of the parts of a quantized one included."""
+    found: dict[str, Any] = {}
+    for name, value in vars(cache).items():
+        if name == "parts":
+            for index, part in enumerate(value):
+                found |= {f"part {index} {inner}": held for inner, held in attributes(part).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def raw(value: mx.array) -> mx.array:

@@ -1,0 +1,1 @@
+"""The commands of `straightline`, one small module each. Importing one loads no MLX; running it may."""

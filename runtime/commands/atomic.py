@@ -1,0 +1,17 @@
+"""Files written in one step, so that nobody ever sees half a file, whatever is killed."""
+
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with written.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)

@@ -1,0 +1,11 @@
+"""Stub."""
+
+HELP = "x"
+
+
+def arguments(p):
+    pass
+
+
+def run(o):
+    return 0

@@ -1,0 +1,19 @@
+"""The comparison compared: one bit of one weight is changed on the generated side, and must be seen at that layer."""
+
+from typing import Any
+
+from .walks import Row, Walk, raw, run_walk
+
+
+def control(oracle: Any, model: Any, vocab: int) -> Row:
+    """One weight of the generated path one step in its last bit away: the comparison must see it."""
+    spoil(model)
+    (row,) = run_walk(Walk((("prefill", (16,)),)), oracle, model, vocab, seed=99)
+    expected = f"tap {len(oracle.layers) - 1} "
+    missed = "" if expected in row.departs else f"expected a departure at {expected}, found {row.departs or 'none'}"
+    return Row("control: one bit of one weight", missed, row.seconds, "seen")
+
+
+def spoil(model: Any) -> None:
+    last = model._bound.weights.layers[-1]
+    last.layer_scalar = (raw(last.layer_scalar) + 1).view(last.layer_scalar.dtype)
