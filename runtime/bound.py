@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import is_
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -52,8 +51,8 @@ class Bound:
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
-        self.marked = list(text["model"]["layers"])
-        self.marks = [mark(module) for module in self.marked]
+        self.marked = text["model"]["layers"][0]
+        self.mark = mark(self.marked)
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
@@ -80,7 +79,7 @@ class Bound:
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs."""
-        return self.version != changes() or not all(map(is_, map(mark, self.marked), self.marks))
+        return self.version != changes() or mark(self.marked) is not self.mark
 
     def refuse(self, inputs: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
         """Why no generated file takes this call, whatever its caches; empty if one may."""

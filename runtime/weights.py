@@ -60,7 +60,6 @@ ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert
 
 # Whose __call__ the templates transcribe: a module of another class computes something else.
 TRANSCRIBED = {
-    "": gemma4_text.DecoderLayer,
     "self_attn": gemma4_text.Attention,
     "mlp": gemma4_text.MLP,
     "router": gemma4_text.Router,
@@ -79,6 +78,8 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
     if len(inner["layers"]) != file.LAYERS:
         raise StraightlineError(f"the model has {len(inner['layers'])} layers; the file expects {file.LAYERS}")
     layers = inner["layers"]
+    for index, layer in enumerate(layers):
+        _expect_class(layer, gemma4_text.DecoderLayer, f"layers.{index}")
     norms = [_bind_slot("input_layernorm", layer, f"layers.{index}.", {})[0] for index, layer in enumerate(layers)]
     norms.append(_bind_slot("norm", inner, "", {})[0])
     extra = {"text": text, "first_norm": norms[0]}
