@@ -35,6 +35,7 @@ def parser() -> Parser:
     own = command.add_argument_group("your own checkpoint")
     own.add_argument("--from", dest="folder", type=Path, metavar="DIR", help="its config.json and safetensors files")
     own.add_argument("--name", help="what to call it, such as my-gemma (written as my_gemma.py)")
+    own.add_argument("--kv-config", type=Path, metavar="FILE", help="bake its quantized K/V caches into the file")
     own.add_argument("--out", type=Path, metavar="DIR", help="where to write it (default: the current folder)")
     return command
 
@@ -43,6 +44,8 @@ def usage_error(options: argparse.Namespace) -> str | None:
     own = options.folder is not None
     if own != (options.name is not None):
         return "--from DIR and --name NAME go together"
+    if options.kv_config is not None and not own:
+        return "--kv-config goes with --from; a committed target names its own in codegen/specs/"
     if options.out is not None and not own:
         return "--out goes with --from; the committed targets have their place in generated/"
     if own and options.targets:
@@ -59,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     from . import driver
 
     if options.folder is not None:
-        target, notes = driver.from_checkpoint(options.folder, options.name)
+        target, notes = driver.from_checkpoint(options.folder, options.name, options.kv_config)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         if options.print or options.plan:

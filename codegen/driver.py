@@ -55,17 +55,21 @@ def regenerate(targets: tuple[Target, ...], accept_upstream: bool) -> tuple[str,
     return lines + tuple(f"{GENERATED.name}/{name}: orphan, made by no spec; remove it" for name in strays)
 
 
-def from_checkpoint(folder: Path, name: str) -> tuple[Target, tuple[str, ...]]:
+def from_checkpoint(folder: Path, name: str, kv_config: Path | None = None) -> tuple[Target, tuple[str, ...]]:
     """The target for a checkpoint's folder, checked against its tensors, and what the user should know of them."""
     from .checkpoint import CONFIG, read_tensors
-    from .config import read_file
+    from .config import read_file, read_json
     from .tensors import check_tensors, quantization_modes
 
     if not folder.is_dir():
         raise SpecError(f"{folder}: is not a folder; expected one with a {CONFIG} and safetensors files")
     config = read_file(folder / CONFIG)
-    target = checkpoint_target(config, name)
-    return target, check_tensors(target.spec, read_tensors(folder), quantization_modes(config))
+    target = checkpoint_target(config, name, read_json(kv_config, "a kv_config.json") if kv_config else None)
+    notes = check_tensors(target.spec, read_tensors(folder), quantization_modes(config))
+    beside = folder / "kv_config.json"
+    if kv_config is None and beside.is_file():
+        notes += (f"{beside} is not used; to bake its quantized K/V caches, add --kv-config {beside}",)
+    return target, notes
 
 
 def written(folder: Path, shown: str, files: dict[str, bytes]) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ def _numbers(target: Target) -> str:
 def _row(step: Step, layer: Layer, window: int | None) -> tuple[str, ...]:
     heads = f"{layer.query_heads} x {layer.kv_heads} x {layer.head_dim}"
     keys = f"of layer {step.source}" if step.cache is None else f"cache {step.cache}"
+    if step.kind.kv_bits:
+        keys += f", {step.kind.kv_bits} bits in groups of {step.kind.kv_group_size}"
     width = str(layer.intermediate_size)
     return str(step.index), step.kind.name, step.mask, "all" if window is None else str(window), heads, width, keys
 

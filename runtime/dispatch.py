@@ -6,6 +6,7 @@ from .errors import StraightlineError
 class Dispatch:
     """counts: {"generated": n, "monolith": m}. last: the latest call's ("generated", "") or ("monolith", reason).
 
+    reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     """
 
@@ -13,6 +14,7 @@ class Dispatch:
         self.strict = strict
         self.counts = {"generated": 0, "monolith": 0}
         self.last: tuple[str, str] = ("", "")
+        self.reasons: dict[str, int] = {}
         self.file: str | None = None
         self.reason = ""
 
@@ -25,6 +27,7 @@ class Dispatch:
         if self.strict:
             raise StraightlineError(f"strict: the generated file cannot serve this call: {reason}")
         self.counts["monolith"] += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.last = ("monolith", reason)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from ..codegen.errors import SpecError, listing, show
 from ..codegen.spec import Attention, Spec
 from ..codegen.tensors import OTHER_TOWERS, canonical, check_tensors, quantization_modes
 from .errors import StraightlineError
+from .kv.chosen import chosen_storage
 from .model import specialize
 
 
@@ -34,17 +35,28 @@ def load(
     *,
     strict: bool = False,
     generate: bool = False,
+    kv_config: Any = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    keep_last_full: bool = False,
 ) -> Any:
     """A specialized model and its tokenizer (and the config, with return_config), from a folder or a hub id.
 
-    The arguments are those of `mlx_lm.load`, then those of `specialize`.
+    The arguments are those of `mlx_lm.load`, then those of `specialize`, then how `model.make_cache()`, and with it
+    mlx_lm.generate and the server, store keys and values:
+    kv_config: a parsed kv_config.json, or "auto" for the checkpoint's own if it has one.
+    kv_bits, kv_group_size: the same for every layer; keep_last_full: but the last full-attention cache.
+
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
     folder = find_folder(path_or_hf_repo, revision)
+    storage = chosen_storage(folder, kv_config, kv_bits, kv_group_size, keep_last_full)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
         load_adapters(model, adapter_path, lazy)
     specialized = specialize(model, strict=strict, generate=generate)
+    if storage is not None:
+        specialized.store_kv(storage)
     tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
     tokenizer = _load_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
     return (specialized, tokenizer, config) if return_config else (specialized, tokenizer)

@@ -10,11 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
+from ..codegen.spec import Spec
 from .bound import Bound, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .kv import quantizable
 from .kv.layouts import refuse_mixed
+from .kv.make import caches_of
 from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
 from .taps import HiddenTap, Tap, TapRecorder, no_tap
@@ -28,6 +30,7 @@ class Specialized(Watched):
     _bound: Bound | None
     _options: Options
     _tap: HiddenTap | None
+    _storage: tuple[Spec, int] | None
 
     def __call__(
         self,
@@ -94,8 +97,14 @@ class Specialized(Watched):
         return logits
 
     def make_cache(self) -> list[Any]:
-        """mlx-lm's caches, with rings that `mlx_lm.generate --kv-bits` can quantize."""
+        """What `store_kv` chose; else mlx-lm's caches, with rings that `mlx_lm.generate --kv-bits` can quantize."""
+        if self._storage is not None:
+            return caches_of(*self._storage)
         return quantizable(plain_model_class(self).make_cache(self))
+
+    def store_kv(self, spec: Spec, depth: int = 0) -> None:
+        """From now on `make_cache` gives caches that store K/V as `spec.kv` says. depth: 0 is no rollback."""
+        object.__setattr__(self, "_storage", (spec, depth))
 
     @contextmanager
     def tapped(
@@ -132,10 +141,11 @@ class Specialized(Watched):
         entries: Any = self
         dict.update(twin, {key: copy.deepcopy(value, memo) for key, value in entries.items()})
         memo[id(self)] = specialized = _specialized(twin, self._options)
+        object.__setattr__(specialized, "_storage", self._storage)
         return specialized
 
 
-_OWN = ("dispatch", "_bound", "_options", "_tap")
+_OWN = ("dispatch", "_bound", "_options", "_tap", "_storage")
 
 
 class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
@@ -198,6 +208,7 @@ def _specialized(model: Any, options: Options) -> Any:
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
     own = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
+    own["_storage"] = model._storage if isinstance(model, Specialized) else None
     for name, value in own.items():
         object.__setattr__(specialized, name, value)
     return specialized

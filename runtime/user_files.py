@@ -49,13 +49,13 @@ def find_user_file(spec: Spec, again: bool = False) -> ModuleType | None:
     again: a damaged file is as good as none, since it is about to be made again.
     """
     path = user_file(spec)
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         module = load_generated(path)
         if spec.fingerprint != module.FINGERPRINT:
             raise StraightlineError(f"{path} is made for {module.FINGERPRINT}; expected {spec.fingerprint}")
-    except StraightlineError as error:
+    except (StraightlineError, OSError) as error:
         if again:
             return None
         raise StraightlineError(f"{error}; specialize(model, generate=True) makes it again") from None

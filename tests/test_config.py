@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -45,6 +46,7 @@ def deep(levels: int = 100_000) -> list[Any]:
 # --- each bad input to its exact message -------------------------------------------------------------------------
 
 MODEL_TYPES = '"gemma4" or "gemma4_unified" or "gemma4_text" or "gemma4_unified_text"'
+BAKED = {"layer_idx": 2, "bits": 8, "group_size": 64}
 REFUSED: list[tuple[Any, str]] = [
     ([], "holds a list of 0; expected an object"),
     (None, "holds null; expected an object"),
@@ -86,8 +88,8 @@ REFUSED: list[tuple[Any, str]] = [
         "num_attention_heads is 3; expected a multiple of the 2 KV heads of sliding attention",
     ),
     (config(head_dim=63), "head_dim of sliding attention is 63; expected an even number"),
-    (config(num_hidden_layers=0), "num_hidden_layers is 0; expected an integer from 1 to 512"),
-    (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000; expected an integer from 1 to 512"),
+    (config(num_hidden_layers=0), "num_hidden_layers is 0; expected an integer from 1 to 256"),
+    (config(num_hidden_layers=10**6), "num_hidden_layers is 1000000; expected an integer from 1 to 256"),
     (
         config(num_hidden_layers=5),
         "layer_types is a list of 6; expected a list of 5, one for each of num_hidden_layers",
@@ -197,9 +199,29 @@ def test_a_bad_name_is_refused(name: Any) -> None:
         generate(D6, name)
 
 
-def test_quantized_caches_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"^kv_config: quantized KV caches are not supported in this version; "):
-        generate(D6, "toy", kv_config=[{"layer_idx": 2, "bits": 8, "group_size": 64}])
+def test_quantized_caches_are_baked_in() -> None:
+    """B43: the bits are in the text and in the fingerprint."""
+    plain, quantized = (generate(D6, "toy", kv_config=entries) for entries in ([], [BAKED]))
+    assert "quantized_attention(q, k, v, scale=1.0, mask=mask, group_size=64, bits=8)" in quantized
+    assert '(("full", None, 8, 64),) * 1' in quantized
+    assert plain == generate(D6, "toy") == generate(D6, "toy", kv_config=[BAKED | {"bits": 0}])
+    fingerprints = {re.search('FINGERPRINT = "(.*)"', source)[1] for source in (plain, quantized)}  # type: ignore[index]
+    assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_idx": 6}, "[0].layer_idx is 6; expected an integer from 0 to 5"),
+        ({"bits": 5}, "[0].bits is 5; expected 0, 2, 3, 4, 6 or 8"),
+        ({"group_size": 48}, "[0].group_size is 48; expected 32, 64 or 128"),
+        ({"group_size": 128}, "[0].group_size is 128; expected a divisor of the 64 numbers of a head in layer 2"),
+    ],
+)
+def test_a_bad_kv_config_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        generate(D6, "toy", kv_config=[BAKED | change])
+    assert str(caught.value) == f"kv_config.json: {message}"
 
 
 # --- what is there in the wild -----------------------------------------------------------------------------------

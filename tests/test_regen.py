@@ -79,8 +79,9 @@ def test_generated_is_fresh() -> None:
     assert driver.check(driver.chosen(())) == ()
 
 
-def test_there_are_five_targets() -> None:
-    assert NAMES == ("gemma4-12b", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "gemma4-e4b")
+def test_there_are_five_sizes_and_three_quantized_targets() -> None:
+    sizes = ("gemma4-12b", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "gemma4-e4b")
+    assert tuple(sorted([*sizes, "gemma4-12b-optiq", "gemma4-26b-optiq", "gemma4-e4b-optiq"])) == NAMES
 
 
 # --- check -------------------------------------------------------------------------------------------------------
@@ -428,8 +429,10 @@ def test_plan_shows_a_table_for_each_target(command: Command) -> None:
     code, out, err = command("--plan")
     assert (code, err) == (0, "")
     tables = out.split("\n\ngemma4-")
-    assert len(tables) == 5
+    assert len(tables) == 8
     assert "\n 22  sliding_source  sliding_mask  512     8 x 2 x 256       10240  cache 22\n" in out
+    assert "  10240  cache 22, 4 bits in groups of 64\n" in out
+    assert "  10240  of layer 23, 4 bits in groups of 64\n" in out
     assert "\n 29  full_reader     full_mask     all     8 x 2 x 512       10240  of layer 23\n" in out
 
 

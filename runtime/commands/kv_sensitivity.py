@@ -1,11 +1,221 @@
-"""Stub."""
+"""Which layers need how many KV bits: measured on your text, then spent where they save most.
 
-HELP = "x"
+For each layer that owns K/V and each candidate, the KL divergence of the output from that with plain K/V, everything
+else plain; then a greedy knapsack down to the target. Can be killed and started again.
+"""
+
+import argparse
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...codegen.kv import BITS, GROUP_SIZES, read_kv_config, uniform_kv_config
+from ...codegen.spec import Attention, Spec
+from .atomic import write_text
+from .heatmap import heatmap
+from .identity import weights_digest
+from .knapsack import Item, choose, mean_bits
+from .measurements import Measurements
+from .progress import progress
+from .prompts import digest, read_prompts
+from .show import indices
+from .words import size, table
+
+HELP = "which layers need how many KV bits: measured, then written as kv_config.json"
 
 
-def arguments(p):
-    pass
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a folder or a hub id")
+    parser.add_argument("--random", metavar="NAME", help="random weights of a published architecture, to try it")
+    parser.add_argument("--data", type=Path, required=True, metavar="F", help="calibration text: .txt or .jsonl")
+    parser.add_argument("--target-bits", type=float, required=True, help="mean over all stored numbers, such as 4.5")
+    parser.add_argument("--candidates", type=indices, default=BITS, help="bits to try (default: 2,3,4,6,8)")
+    parser.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES, help="(default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=8, help="at most so many (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each at most (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens a forward (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("kv_config.json"), help="(default: %(default)s)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="a picture of what was measured and chosen")
+    parser.add_argument("--json", action="store_true", help="the result for a program")
 
 
-def run(o):
+def run(options: argparse.Namespace) -> int:
+    _check(options)
+    about = _load(options)
+    spec, model = about.spec, about.model
+    for bits in options.candidates:  # a group that divides no head is refused before anything is measured
+        read_kv_config(uniform_kv_config(spec, bits, options.group_size), spec, "--group-size")
+    key = {
+        "fingerprint": spec.architecture,
+        "weights": about.weights,
+        "data": about.data,
+        "length": options.length,
+        "chunk": options.chunk,
+        "group_size": options.group_size,
+    }
+    measured = Measurements(options.out.with_name(options.out.name + ".measurements.jsonl"), key)
+    wishes = [(layer, bits) for layer in spec.owners for bits in options.candidates]
+    total = len(about.sequences) * (len(wishes) + 1)
+    with progress(total, "measurement", quiet=options.json) as bar:
+        _measure(
+            model, about.sequences, {_what([one], options.group_size): [one] for one in wishes}, measured, bar, options
+        )
+        items = _items(spec, options, measured)
+        chosen = choose(items, options.target_bits)
+        mix = [(layer, bits) for layer, bits in chosen.items()]
+        _measure(model, about.sequences, {_what(mix, options.group_size): mix}, measured, bar, options)
+    together = measured.mean(_what(mix, options.group_size))
+    write_text(options.out, _kv_config_text(mix, options.group_size))
+    _report(options, about, items, chosen, together)
     return 0
+
+
+@dataclass(frozen=True)
+class About:
+    name: str
+    model: Any
+    spec: Spec
+    weights: str
+    data: str
+    sequences: list[list[int]]
+
+
+def _check(options: argparse.Namespace) -> None:
+    if (options.checkpoint is None) == (options.random is None):
+        options.usage_error("name one CHECKPOINT, or --random NAME")
+    wrong = [bits for bits in options.candidates if bits not in BITS]
+    if wrong:
+        options.usage_error(f"--candidates has {wrong[0]}; expected some of {','.join(map(str, BITS))}")
+    low, high = min(options.candidates), max(options.candidates)
+    if not low <= options.target_bits <= high:
+        options.usage_error(f"--target-bits is {options.target_bits:g}; expected {low} to {high}, as the candidates")
+    if min(options.sequences, options.length, options.chunk) < 1:
+        options.usage_error("--sequences, --length and --chunk must be 1 or more")
+
+
+def _load(options: argparse.Namespace) -> About:
+    from ...codegen.config import read_arguments
+    from ..model import text_model
+
+    if options.random:
+        name, weights = options.random, "random"
+        model, encode = _random(options.random)
+    else:
+        from ..loading import find_folder, load
+
+        folder = find_folder(options.checkpoint)
+        name, weights = folder.resolve().name, weights_digest(folder)
+        model, tokenizer = load(folder)
+        encode = tokenizer.encode
+    spec = read_arguments(text_model(model).args)
+    prompts = read_prompts(options.data, encode, spec.vocab_size)
+    # Lines of a text are joined, so that there is a past to look back on; each line of a .jsonl stays by itself.
+    if options.data.suffix == ".txt":
+        joined = [token for tokens in prompts for token in tokens]
+        starts = range(0, len(joined), options.length)
+        sequences = [joined[at : at + options.length] for at in starts]
+    else:
+        sequences = [list(tokens[: options.length]) for tokens in prompts]
+    return About(name, model, spec, weights, digest(prompts), sequences[: options.sequences])
+
+
+def _random(name: str) -> tuple[Any, Any]:
+    """Reduced where there is no GPU. Its tokens are the bytes of the text."""
+    import mlx.core as mx
+
+    from ..model import specialize
+    from ..verification.random_model import build
+    from ..verification.smaller import reduced
+    from .subject import published
+
+    config = published(name).config
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    model, _ = build(config if on_gpu else reduced(config), mx.bfloat16 if on_gpu else mx.float32)
+    return specialize(model), lambda text: [byte % 128 for byte in text.encode()]
+
+
+def _measure(
+    model: Any,
+    sequences: list[list[int]],
+    wishes: dict[str, list[tuple[int, int]]],
+    measured: Measurements,
+    bar: Any,
+    options: argparse.Namespace,
+) -> None:
+    """Every wish on every sequence, but for those that are there. Plain logits are held for one sequence at a time."""
+    from .divergence import Reference
+
+    for number, tokens in enumerate(sequences):
+        left = {what: mix for what, mix in wishes.items() if not measured.has(number, what)}
+        bar.update(len(wishes) - len(left))
+        reference = Reference(model, tokens, options.chunk) if left else None
+        for what, mix in left.items():
+            assert reference is not None
+            measured.add(number, what, reference.divergence(_kv_config(mix, options.group_size)), len(tokens))
+            bar.update()
+
+
+def _kv_config(mix: list[tuple[int, int]], group_size: int) -> list[dict[str, int]]:
+    return [{"layer_idx": layer, "bits": bits, "group_size": group_size} for layer, bits in mix]
+
+
+def _kv_config_text(mix: list[tuple[int, int]], group_size: int) -> str:
+    return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in _kv_config(mix, group_size)) + "\n]\n"
+
+
+def _what(mix: list[tuple[int, int]], group_size: int) -> str:
+    """The name of a measurement: layer and bits, or a digest of many."""
+    if len(mix) == 1:
+        return f"layer {mix[0][0]}, {mix[0][1]} bits"
+    return f"mix {hashlib.sha256(json.dumps(_kv_config(mix, group_size)).encode()).hexdigest()[:16]}"
+
+
+def _items(spec: Spec, options: argparse.Namespace, measured: Measurements) -> tuple[Item, ...]:
+    return tuple(
+        Item(
+            layer,
+            2 * spec.layers[layer].kv_heads * spec.layers[layer].head_dim,
+            {bits: measured.mean(_what([(layer, bits)], options.group_size)) for bits in options.candidates},
+        )
+        for layer in spec.owners
+    )
+
+
+def _report(
+    options: argparse.Namespace, about: About, items: tuple[Item, ...], chosen: dict[int, int], together: float
+) -> None:
+    spec = about.spec
+    mean = mean_bits(items, chosen)
+    tokens = sum(map(len, about.sequences))
+    sliding = frozenset(layer for layer in spec.owners if spec.layers[layer].attention is Attention.SLIDING)
+    alone = sum(item.loss[chosen[item.layer]] for item in items)
+    bytes_of = {item.layer: item.numbers * (chosen[item.layer] / 8 + 4 / options.group_size) for item in items}
+    plain = sum(item.numbers * 2 for item in items)
+    line = f"{tokens} tokens, {mean:.2f} bits on average, KL {together:.2e} nats a token"
+    if options.svg:
+        write_text(options.svg, heatmap(f"{about.name}: KV sensitivity", line, items, sliding, chosen))
+    if options.json:
+        layers = [
+            {
+                "layer": item.layer,
+                "kl": {str(bits): loss for bits, loss in item.loss.items()},
+                "bits": chosen[item.layer],
+            }
+            for item in items
+        ]
+        found = {"kv_config": str(options.out), "mean_bits": mean, "kl": together, "tokens": tokens, "layers": layers}
+        print(json.dumps(found, indent=1))
+        return
+    head = ["layer", "kind", *(f"{bits} bits" for bits in sorted(options.candidates)), "chosen", "a token"]
+    rows = [head]
+    for item in items:
+        kind = "sliding" if item.layer in sliding else "full"
+        losses = [f"{item.loss[bits]:.2e}" for bits in sorted(options.candidates)]
+        rows.append([f"{item.layer:>5}", kind, *losses, str(chosen[item.layer]), size(bytes_of[item.layer])])
+    print("\n".join([f"{about.name}: KL from plain K/V in nats a token, one layer quantized at a time", *table(rows)]))
+    print(
+        f"\n{line} together ({alone:.2e} as the sum of the layers alone)\n"
+        f"a token takes {size(sum(bytes_of.values()))} in place of {size(plain)} at 16 bits\n{options.out}: written"
+    )

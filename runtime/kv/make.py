@@ -25,7 +25,7 @@ def make_cache(
 
     model: a loaded mlx-lm Gemma 4 model, specialized or not.
     kv_config: a parsed kv_config.json, `[{"layer_idx": 3, "bits": 8, "group_size": 64}, ...]`. Layers that are left
-        out, and layers of 0 bits, store keys and values as they are.
+        out, and layers of 0 bits, store keys and values as they are. None: what the model was loaded with, else plain.
     rollback: every cache takes back up to `depth` tokens behind the furthest one it has seen, at any time and exactly
         (`trim(n)`, or mlx-lm's trim_prompt_cache). Costs 2 * depth - 1 rows more in each sliding layer.
 
@@ -37,6 +37,9 @@ def make_cache(
         raise StraightlineError(f"make_cache: depth is {depth!r}; expected an integer from 1 to {MOST_DEPTH}")
     if kv_config is None and not rollback:
         return quantizable(model.make_cache())
+    own = getattr(model, "_storage", None)  # what the model was loaded with
+    if kv_config is None and own is not None:
+        return caches_of(own[0], depth)
     try:
         spec = read_arguments(model.get("language_model", model).args)
         storage = read_kv_config(kv_config, spec, "kv_config")

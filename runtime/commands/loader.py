@@ -1,0 +1,112 @@
+"""The `load` that mlx-lm's generator and server look up, replaced by one that specializes. Nothing else is patched."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...codegen.config import FLAT, NESTED, read_file, read_json
+from ...codegen.errors import SpecError
+from ..dispatch import Dispatch
+from ..errors import StraightlineError
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says that concerns caches. draft: speculation, so that caches have to roll back."""
+
+    kv_config: str | None
+    model: str | None
+    draft: str | None
+    draft_tokens: int
+
+
+def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
+    """Our own flag taken out of the arguments; mlx-lm's read, and left in."""
+    own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    own.add_argument("--kv-config")
+    peek = argparse.ArgumentParser(prog=prog, add_help=False)
+    peek.add_argument("--model")
+    peek.add_argument("--draft-model")
+    peek.add_argument("--num-draft-tokens", type=int, default=3)
+    mine, rest = own.parse_known_args(arguments)
+    theirs, _ = peek.parse_known_args(rest)
+    return Wishes(mine.kv_config, theirs.model, theirs.draft_model, theirs.num_draft_tokens), rest
+
+
+@dataclass
+class Loader:
+    """Called as mlx-lm's `load`. A model that is not Gemma 4 (a draft model, say) loads as usual."""
+
+    plain: Callable[..., Any]
+    wishes: Wishes
+    served: list[tuple[str, Dispatch]] = field(default_factory=list)
+
+    def __call__(self, path_or_hf_repo: str, *arguments: Any, **named: Any) -> Any:
+        from ..kv import DEPTH
+        from ..loading import find_folder, load
+        from ..model import text_model
+
+        folder = find_folder(path_or_hf_repo, named.get("revision"))
+        if not _is_gemma(folder):
+            return self.plain(path_or_hf_repo, *arguments, **named)
+        is_draft = path_or_hf_repo == self.wishes.draft
+        loaded = load(path_or_hf_repo, *arguments, **named, kv_config=None if is_draft else _read(self.wishes))
+        model = loaded[0]
+        if self.wishes.draft is not None:
+            from ...codegen.config import read_arguments
+
+            # mlx-lm's rings cannot take tokens back once they are full, and it would not say so.
+            spec = model._storage[0] if model._storage else read_arguments(text_model(model).args)
+            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 1))
+        self.served.append((path_or_hf_repo, model.dispatch))
+        return loaded
+
+    def report(self) -> list[str]:
+        """Which path served the calls of each model, and why."""
+        return [line for name, dispatch in self.served for line in _report(name, dispatch)]
+
+
+def _is_gemma(folder: Path) -> bool:
+    try:
+        return read_file(folder / "config.json").get("model_type") in NESTED + FLAT
+    except SpecError as error:
+        raise StraightlineError(str(error)) from None
+
+
+def _read(wishes: Wishes) -> Any:
+    """A parsed kv_config.json, "auto" or None, as `load` takes it."""
+    if wishes.kv_config in (None, "auto"):
+        return wishes.kv_config
+    return read_json(Path(str(wishes.kv_config)), "a kv_config.json")
+
+
+def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
+    counts = dispatch.counts
+    file = (dispatch.file or "no file").rpartition(".")[2]
+    yield f"straightline: {name}: {counts['generated']} calls generated ({file}), {counts['monolith']} by mlx-lm's code"
+    for reason, count in dispatch.reasons.items():
+        yield f"straightline:   {count} by mlx-lm's code: {reason}"
+
+
+@contextmanager
+def specialized(module: str, wishes: Wishes, arguments: list[str]) -> Iterator[Any]:
+    """mlx-lm's module with its `load` replaced and the arguments in place; both as before at the end."""
+    program: Any = import_module(module)
+    loader = Loader(program.load, wishes)
+    before = sys.argv
+    program.load = loader
+    sys.argv = [f"straightline {module.rpartition('.')[2].replace('server', 'serve')}", *arguments]
+    try:
+        yield program
+    except ValueError as error:  # how mlx-lm refuses what it is given
+        raise StraightlineError(f"{module}: {error}") from error
+    finally:
+        program.load = loader.plain
+        sys.argv = before
+        for line in loader.report():
+            print(line, file=sys.stderr)

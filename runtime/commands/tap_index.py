@@ -1,0 +1,57 @@
+"""The index beside the shards of `straightline taps`: the settings they were made with, and which are complete."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...codegen.config import read_file
+from ...codegen.errors import show
+from ..errors import StraightlineError
+from .atomic import write_text
+from .shards import FORMAT, Shard
+
+
+class TapIndex:
+    """Written anew, in one step, after each shard."""
+
+    def __init__(self, out: Path, settings: dict[str, Any], shards: tuple[Shard, ...]) -> None:
+        """Goes on from an index that is there. Raises StraightlineError if its settings are others."""
+        self.path = out.with_name(out.name + ".index.json")
+        self.settings = settings
+        self.shards = shards
+        self.done: set[str] = set()
+        if self.path.exists():
+            self.done = self._resumed(out.parent)
+
+    def _resumed(self, folder: Path) -> set[str]:
+        before = read_file(self.path, "an index of straightline taps")
+        if before.get("format") != FORMAT or not isinstance(before.get("settings"), dict):
+            raise StraightlineError(f"{self.path.name}: is no index of this version; expected {FORMAT!r}")
+        for key, value in self.settings.items():
+            if before["settings"].get(key) != value:
+                raise StraightlineError(
+                    f"{self.path.name}: was made with {key} {_shown(before['settings'].get(key))}, not {_shown(value)}; "
+                    "go on with the same settings, or choose another --out"
+                )
+        listed = {entry["file"] for entry in before["shards"]}
+        return {one.name for one in self.shards if one.name in listed and (folder / one.name).is_file()}
+
+    def add(self, shard: Shard) -> None:
+        self.done.add(shard.name)
+        self.write()
+
+    def write(self) -> None:
+        complete = [shard.entry for shard in self.shards if shard.name in self.done]
+        found = {
+            "format": FORMAT,
+            "settings": self.settings,
+            "prompts": sum(len(shard.lengths) for shard in self.shards),
+            "rows": sum(shard.rows for shard in self.shards),
+            "complete": len(complete) == len(self.shards),
+            "shards": complete,
+        }
+        write_text(self.path, json.dumps(found, indent=1) + "\n")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list) and len(value) < 20 else show(value)
