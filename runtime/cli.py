@@ -20,6 +20,7 @@ BROKEN_PIPE = 128 + 13
 COMMANDS = {
     "explain": "explain",
     "verify": "verify",
+    "bench": "bench",
     "show": "show",
     "taps": "taps",
     "kv-sensitivity": "kv_sensitivity",

@@ -35,6 +35,7 @@ def load(
     *,
     strict: bool = False,
     generate: bool = False,
+    kernels: bool = False,
     kv_config: Any = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -54,7 +55,7 @@ def load(
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
         load_adapters(model, adapter_path, lazy)
-    specialized = specialize(model, strict=strict, generate=generate)
+    specialized = specialize(model, strict=strict, generate=generate, kernels=kernels)
     if storage is not None:
         specialized.store_kv(storage)
     tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})

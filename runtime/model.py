@@ -207,7 +207,7 @@ def _specialized(model: Any, options: Options) -> Any:
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    own = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
+    own: dict[str, Any] = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
     own["_storage"] = model._storage if isinstance(model, Specialized) else None
     for name, value in own.items():
         object.__setattr__(specialized, name, value)
