@@ -31,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with --random (bfloat16; reduced on a CPU float32)",
     )
     parser.add_argument("--spoil", action="store_true", help="change one weight by one bit: must end with exit code 1")
+    parser.add_argument("--kernels", action="store_true", help="decode with fused kernels of straightline's own")
     parser.add_argument("--json", action="store_true", help="the report for a program")
 
 
@@ -44,12 +45,14 @@ def run(options: argparse.Namespace) -> int:
     from ..verification.cells import cell_count, cells
     from ..verification.control import spoil
     from ..verification.machine import describe
-    from ..verification.proof import from_checkpoint, from_random
+    from ..verification.proof import from_checkpoint, from_random, with_kernels
 
     if options.checkpoint:
         proof = from_checkpoint(options.checkpoint)
     else:
         proof = from_random(options.random, options.reduced, options.layers, options.dtype, options.seed)
+    if options.kernels:
+        proof = with_kernels(proof)
     if options.spoil:
         spoil(proof.model)
     steps = options.steps or proof.steps
