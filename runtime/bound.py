@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
@@ -20,7 +19,7 @@ from .kernels import Site, resolve_all
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
-from .weights import bind
+from .weights import bind, floating
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Options:
 
 
 class Route(NamedTuple):
-    """One generated file: whom it takes (`guard`), what runs for any width and for one token, its fused sites."""
+    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token; its sites."""
 
     guard: CacheGuard
     forward: Callable[..., mx.array]
-    decode: Callable[..., mx.array]
+    decode: Callable[..., mx.array] | None
     sites: SimpleNamespace
 
 
@@ -74,7 +73,10 @@ class Bound:
         sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
         calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
         return Route(
-            CacheGuard(file.CACHES), file.forward, file.decode, SimpleNamespace(**dict(zip(sites, calls, strict=True)))
+            CacheGuard(file.CACHES),
+            file.forward,
+            file.decode if self.weights.one_token else None,
+            SimpleNamespace(**dict(zip(sites, calls, strict=True))),
         )
 
     def stale(self) -> bool:
@@ -136,7 +138,7 @@ def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[M
 
 def stream_dtype(text: nn.Module) -> mx.Dtype:
     """The one dtype of all floating parameters; float32 if they mix, which no kernel is made for."""
-    dtypes = {value.dtype for _, value in tree_flatten(text.parameters())} - {mx.uint32, mx.uint8}
+    dtypes = floating(text)
     return dtypes.pop() if len(dtypes) == 1 else mx.float32
 
 

@@ -3,6 +3,8 @@
 The parts become views of the whole, so adapters, saving and the other forwards see them as before.
 """
 
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -13,25 +15,35 @@ from .watch import plain_class
 
 Arrays = tuple[mx.array, mx.array, mx.array | None]
 KEYS = ("weight", "scales", "biases")
+_lock = threading.Lock()
 
 
 class Joined:
-    """What the first part remembers of its whole. A copy of the part remembers nothing, since its arrays are new."""
+    """What the first part remembers of its whole. A copy or pickle of it is None, since its arrays are new."""
 
-    def __init__(self, whole: Arrays, views: list[list[mx.array]]) -> None:
+    def __init__(self, whole: Arrays, views: list[list[Any]]) -> None:
         self.whole = whole
         self.views = views
 
     def holds(self, parts: list[Any]) -> bool:
-        now = [[part.get(key) for key in KEYS] for part in parts]
-        return len(now) == len(self.views) and all(
-            one is other
-            for mine, theirs in zip(now, self.views, strict=True)
-            for one, other in zip(mine, theirs, strict=True)
-        )
+        return len(parts) == len(self.views) and all(map(_holds, parts, self.views))
 
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def join_all(groups: Iterable[list[Any]]) -> None:
+    """Joins what can be, before anyone takes the arrays of the parts: those would live on beside the wholes."""
+    fresh = [parts for parts in groups if parts and remembered(parts) is None]
+    if any([join(parts) is not None for parts in fresh]):
+        # The parts that were: up to a copy of these weights, in pieces too small for the next whole.
+        mx.clear_cache()
+
+
+def remembered(parts: list[Any]) -> Arrays | None:
+    """The whole of these parts, if they are joined."""
+    known = getattr(parts[0], "__dict__", {}).get("_joined")
+    return known.whole if known is not None and known.holds(parts) else None
 
 
 def join(parts: list[Any]) -> Arrays | None:
@@ -40,24 +52,53 @@ def join(parts: list[Any]) -> Arrays | None:
     Exact for one row: each output of MLX's matrix-vector product depends on its own row of the matrix alone. Checked
     here all the same, on these weights.
     """
-    first = parts[0]
-    if len(parts) == 1 or not all(_alike(first, part) for part in parts):
+    if len(parts) == 1 or not all(_alike(parts[0], part) for part in parts):
+        _forget(parts[0])
         return None
-    known = first.__dict__.get("_joined")
-    if known is not None and known.holds(parts):
-        whole: Arrays = known.whole
-        return whole
-    arrays = [
-        None if key not in first or first[key] is None else mx.concatenate([part[key] for part in parts])
-        for key in KEYS
-    ]
-    if not evaluate([array for array in arrays if array is not None]):
-        return None
-    whole = (arrays[0], arrays[1], arrays[2])  # type: ignore[assignment]
+    with _lock:
+        whole = remembered(parts)
+        return _join(parts) if whole is None else whole
+
+
+def _join(parts: list[Any]) -> Arrays | None:
+    first, now = parts[0], _arrays(parts)
+    if not evaluate([array for arrays in now for array in arrays if array is not None]):
+        return None  # inside mx.compile; what was joined is so again after it
+    first.__dict__.pop("_joined", None)
+    weight, scales, biases = (
+        None if arrays[0] is None else mx.concatenate(list(arrays)) for arrays in zip(*now, strict=True)
+    )
+    evaluate([array for array in (weight, scales, biases) if array is not None])
+    assert weight is not None and scales is not None
+    whole = (weight, scales, biases)
     if not _exact(whole, parts):
         return None
-    _make_views(whole, parts)
+    views = _views(whole, now)
+    # Weights that another thread has loaded meanwhile are newer than these.
+    if not Joined(whole, now).holds(parts):
+        return None
+    # Not through the modules' own methods: nothing changes that a forward would have to notice.
+    for part, arrays in zip(parts, views, strict=True):
+        for key, array in zip(KEYS, arrays, strict=True):
+            if array is not None:
+                dict.__setitem__(part, key, array)
+    object.__setattr__(first, "_joined", Joined(whole, views))
     return whole
+
+
+def _forget(first: Any) -> None:
+    """A whole that nothing is a view of any more is dropped."""
+    known = getattr(first, "__dict__", {}).get("_joined")
+    if known is not None and not _holds(first, known.views[0]):
+        first.__dict__.pop("_joined", None)
+
+
+def _holds(part: Any, arrays: list[Any]) -> bool:
+    return isinstance(part, dict) and all(part.get(key) is array for key, array in zip(KEYS, arrays, strict=True))
+
+
+def _arrays(parts: list[Any]) -> list[list[Any]]:
+    return [[part.get(key) for key in KEYS] for part in parts]
 
 
 def _alike(first: Any, part: Any) -> bool:
@@ -79,15 +120,13 @@ def _exact(whole: Arrays, parts: list[Any]) -> bool:
     return bool(mx.array_equal(one.view(unsigned), apart.view(unsigned)).item())
 
 
-def _make_views(whole: Arrays, parts: list[Any]) -> None:
-    """Not through the modules' own methods: nothing has changed that a forward would have to notice."""
+def _views(whole: Arrays, parts: list[list[Any]]) -> list[list[Any]]:
+    """The rows of the whole that are each part's."""
+    views: list[list[Any]] = []
     start = 0
-    for part in parts:
-        stop = start + part["weight"].shape[0]
-        views = {key: array[start:stop] for key, array in zip(KEYS, whole, strict=True) if array is not None}
-        evaluate(list(views.values()))
-        for key, view in views.items():
-            dict.__setitem__(part, key, view)
+    for weight, *_ in parts:
+        stop = start + weight.shape[0]
+        views.append([None if array is None else array[start:stop] for array in whole])
         start = stop
-    joined = Joined(whole, [[part.get(key) for key in KEYS] for part in parts])
-    object.__setattr__(parts[0], "_joined", joined)
+    evaluate([array for arrays in views for array in arrays if array is not None])
+    return views

@@ -65,10 +65,13 @@ class Specialized(Watched):
         step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
         hook = no_tap if step is None else step
         # An edited stream has another input norm than the one that `decode` has worked out by then.
-        if inputs.size == 1 and cache is not None and (tap is None or tap.edit is None) and route.guard.maskless(cache):
-            logits = route.decode(bound.weights, route.sites, inputs, cache, hook)
+        decode = route.decode if inputs.size == 1 and (tap is None or tap.edit is None) else None
+        if cache is None:
+            logits = route.forward(bound.weights, inputs, route.guard.none, hook)
+        elif decode is not None and route.guard.maskless(cache):
+            logits = decode(bound.weights, route.sites, inputs, cache, hook)
         else:
-            logits = route.forward(bound.weights, inputs, route.guard.none if cache is None else cache, hook)
+            logits = route.forward(bound.weights, inputs, cache, hook)
         if step is not None:
             step.end()
         self.dispatch.generated()

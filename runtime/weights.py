@@ -12,10 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text, switch_layers
+from mlx_lm.tuner.lora import LoRALinear
 
 from .errors import StraightlineError
 from .evaluation import evaluate
-from .joining import Arrays, join
+from .joining import Arrays, join, join_all
 from .watch import plain_class
 
 # What a generated file calls it, and where mlx-lm keeps it.
@@ -80,14 +81,21 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
     layers = inner["layers"]
     for index, layer in enumerate(layers):
         _expect_class(layer, gemma4_text.DecoderLayer, f"layers.{index}")
+        for path, expected in TRANSCRIBED.items():
+            found = _find(layer, path)
+            if found is not None:
+                _expect_class(found, expected, f"layers.{index}.{path}")
+    groups = [_parts(paths, layer) for layer in layers for paths in JOINED.values()]
+    join_all(groups)
     norms = [_bind_slot("input_layernorm", layer, f"layers.{index}.", {})[0] for index, layer in enumerate(layers)]
     norms.append(_bind_slot("norm", inner, "", {})[0])
     extra = {"text": text, "first_norm": norms[0]}
-    weights = _bind_slots(file.MODEL_WEIGHTS.split(), inner, "", extra=extra, ignore=("layers",))
+    weights = _bind_slots(file.MODEL_WEIGHTS.split(), inner, "", extra, ignore=("layers",))
     weights.layers = [
-        _bind_slots(" ".join(groups).split(), layer, f"layers.{index}.", TRANSCRIBED, {"next_norm": norms[index + 1]})
-        for index, (layer, groups) in enumerate(zip(layers, file.LAYER_WEIGHTS, strict=True))
+        _bind_slots(" ".join(slots).split(), layer, f"layers.{index}.", {"next_norm": norms[index + 1]})
+        for index, (layer, slots) in enumerate(zip(layers, file.LAYER_WEIGHTS, strict=True))
     ]
+    weights.one_token = all(_in_one_row(parts, text) for parts in groups)
     # Constants baked at import are evaluated here: left lazy, they belong to the stream of the importing thread.
     evaluate([value for value in vars(file).values() if isinstance(value, mx.array)])
     return weights
@@ -97,18 +105,13 @@ def _bind_slots(
     slots: list[str],
     module: nn.Module,
     where: str,
-    classes: dict[str, type] | None = None,
-    extra: dict[str, Any] | None = None,
+    extra: dict[str, Any],
     ignore: tuple[str, ...] = (),
 ) -> SimpleNamespace:
-    for path, expected in (classes or {}).items():
-        found = _find(module, path)
-        if found is not None:
-            _expect_class(found, expected, (where + path).rstrip("."))
     bound = SimpleNamespace()
     used: set[str] = set(ignore)
     for slot in slots:
-        value, paths = _bind_slot(slot, module, where, extra or {})
+        value, paths = _bind_slot(slot, module, where, extra)
         setattr(bound, slot, value)
         used.update(paths)
     left = sorted(name for name, _ in tree_flatten(module.parameters()) if not _covered(name, used))
@@ -130,7 +133,7 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in ARRAYS:
         return _get(module, ARRAYS[slot], where), (ARRAYS[slot],)
     if slot in JOINED:
-        return joined(JOINED[slot], module, where), ()
+        return joined(_parts(JOINED[slot], module)), ()
     if slot in EXPERTS:
         return expert_linear(_get(module, EXPERTS[slot], where), slot == "down_experts"), ()
     if slot in extra:
@@ -159,14 +162,39 @@ def linear(module: Any) -> Callable[[mx.array], mx.array]:
     return call
 
 
-def joined(paths: tuple[str, ...], module: nn.Module, where: str) -> Callable[[mx.array], mx.array]:
-    """Several projections of the same input as one: [.., a + b + c]. K = V layers have no v_proj."""
-    parts = [part for part in (_find(module, path) for path in paths) if part is not None]
+def joined(parts: list[Any]) -> Callable[[mx.array], mx.array]:
+    """Several projections of the same input as one: [.., a + b + c]."""
     whole = join(parts)
     if whole is not None:
         return _quantized_matmul(whole, parts[0])
     calls = [linear(part) for part in parts]
     return lambda x: mx.concatenate([call(x) for call in calls], axis=-1)
+
+
+def _parts(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
+    """K = V layers have no v_proj."""
+    return [part for part in (_find(module, path) for path in paths) if part is not None]
+
+
+def _in_one_row(parts: list[Any], text: nn.Module) -> bool:
+    """Whether the results of all parts can stand in one row: side by side, arrays of two dtypes would become one."""
+    dtypes = [_result_dtypes(part) for part in parts]
+    if len(parts) < 2 or None in dtypes:
+        return len(parts) < 2
+    return all(one == dtypes[0] for one in dtypes) or len(floating(text)) == 1
+
+
+def _result_dtypes(module: Any) -> set[mx.Dtype] | None:
+    """What the dtype of a projection's result depends on, beside its input's; None if nobody knows."""
+    kind = plain_class(module)
+    if kind is LoRALinear:  # adds in the dtype of its linear
+        return _result_dtypes(module.linear)
+    return floating(module) if kind in (nn.Linear, nn.QuantizedLinear) else None
+
+
+def floating(module: nn.Module) -> set[mx.Dtype]:
+    """The dtypes of all floating parameters."""
+    return {value.dtype for _, value in tree_flatten(module.parameters())} - {mx.uint32, mx.uint8}
 
 
 def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], mx.array]:
@@ -185,8 +213,7 @@ def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], 
     def expert_linear(x: mx.array, chosen: mx.array) -> mx.array:
         count = chosen.size
         if count not in rows:
-            rows[count] = mx.arange(count, dtype=mx.uint32) * is_down
-            rows[count] = rows[count].reshape(1, 1, count)
+            rows[count] = (mx.arange(count, dtype=mx.uint32) * is_down).reshape(1, 1, count)
             mx.eval(rows[count])
         y: mx.array = mx.gather_qmm(
             x,

@@ -26,12 +26,13 @@ E4B, DENSE, MOE, QUANTIZED = "gemma4-e4b", "gemma4-12b", "gemma4-26b", "gemma4-e
 
 @dataclass(frozen=True)
 class Mutation:
-    """`edits`: pairs of old and new text, each for the first occurrence. `says`: what the refusal must contain."""
+    """`edits`: pairs of old and new text, each for the first occurrence behind `after`; `says`: part of the refusal."""
 
     rule: str
     says: str
     edits: tuple[tuple[str, str], ...]
     target: str = E4B
+    after: str = ""
 
     @property
     def name(self) -> str:
@@ -49,6 +50,8 @@ POSITION = "    position = mx.array(cache.offset)\n"
 SENTINEL = "SENTINEL = 42\n"
 LAYER = "    h = tap(2, sliding(w.layers[2], h, sliding_mask, caches[2], per_layer[:, :, 2, :]))\n"
 LOGITS = "    return logit_softcap(30.0, w.unembed(h))\n"
+LAST = "    return logit_softcap(30.0, w.unembed(x))\n"  # of decode
+KERNELS = "from straightline.runtime.kernels import "
 
 
 def line(rule: str, says: str, text: str) -> Mutation:
@@ -147,7 +150,7 @@ SURFACE = (
     edit("functions", "expected sliding(w, x, mask, ca", "def sliding(w, x, mask, ", "§def sliding(w, mask, x, "),
     edit("functions", "full(w, x, mask, cache, per_layer_input)", "def full(", "§def complete("),
     edit("functions", "expected forward(w, ids, caches, tap)", "def forward(", "§def backward("),
-    edit("functions", "no further function", LOGITS, f'{LOGITS}\n\n§def more(x):\n    """x"""\n    return x\n'),
+    edit("functions", "no further function", LAST, f'{LAST}\n\n§def more(x):\n    """x"""\n    return x\n'),
     edit("docstrings", "42 layers", '"""gemma4-e4b: 42 layers', '§"""gemma4-e4b: 43 layers'),
     edit("docstrings", "docstring of sliding is", '"""Sliding layers 0-4', '§"""Sliding layers 0-5'),
     edit("docstrings", "docstring of per_layer_inputs is", '"""One extra', '§"""Another'),
@@ -215,9 +218,10 @@ NAMES = (
 )
 
 CACHES = ("(\n    ((", "(\n    §((")
+EPS = "(x, w.input_layernorm, "
 VALUES = (
-    edit("literals", '"1e-05" stands in mx.fast.rms_norm of sliding; expected 1e-06', "1e-06", "§1e-05"),
-    edit("literals", "stands in mx.fast.rms_norm of sliding", "1e-06", "§1.0"),
+    edit("literals", '"1e-05" stands in mx.fast.rms_norm of sliding; expected 1e-06', f"{EPS}1e-06", f"{EPS}§1e-05"),
+    edit("literals", "stands in mx.fast.rms_norm of sliding", f"{EPS}1e-06", f"{EPS}§1.0"),
     edit("literals", "stands in _.reshape of sliding", "reshape(B, L, 8, 256)", "reshape(B, L, §9, 256)"),
     edit("literals", "stands in _.reshape of sliding", "reshape(B, L, 8, 256)", "reshape(B, L, §8.0, 256)"),
     edit("literals", "expected 0 or 1 or 2 or 3", "transpose(0, 2, 1, 3)", "transpose(0, 2, 1, §4)"),
@@ -248,8 +252,8 @@ VALUES = (
         "constants", "FINGERPRINT is '0123456789abcdef'", repr(read_target(E4B).spec.fingerprint), "§'0123456789abcdef'"
     ),
     edit("constants", "CACHES[0] is ('sliding', 513)", *CACHES, "('sliding', 512)", "('sliding', 513)"),
-    edit("constants", "CACHES[0] is ('sliding', 512, 8, 64)", *CACHES, "512, 4", "512, 8", target=QUANTIZED),
-    edit("constants", "CACHES[5] is ('full', 'an expr", *CACHES, "'full', None", "'full', True"),
+    edit("constants", "CACHES[0] is ('sliding', 512, 8, 64)", *CACHES, "512, 4, ", "512, 8, ", target=QUANTIZED),
+    edit("constants", "CACHES[5] is ('full', True)", *CACHES, "'full', None", "'full', True"),
     edit("constants", "CACHES has 25 items; expected 24", *CACHES, "512),) * 5", "512),) * 6"),
     edit("constants", "CACHES is 'an expression without", *CACHES, "512),) * 5", "512),) * 99999999"),
     edit("constants", "MODEL_WEIGHTS is 'norm embed_per", "'embed embed_per_layer", "§'norm embed_per_layer"),
@@ -299,7 +303,356 @@ MODEL = (
     edit("claim", "claims 24 quantized caches; expected none", *TITLE, "rts.", "rts, 24 of 24 caches quantized."),
     edit("claim", "the title makes no claim", *TITLE, "42 layers (35", "Some layers (35"),
 )
-MUTATIONS = (*TEXT, *NODES, *SHAPE, *SURFACE, *REACH, *NAMES, *VALUES, *MODEL)
+
+# The functions for one token. Each text is looked for behind the end of `forward`.
+STEP_2 = "    h, x = decode_sliding(w.layers[2], s, h, x, caches[2], position, per_layer, 2)\n"
+QKV = "    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)\n"
+ENDS = "s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)"
+DUAL = "s.layer_end(dense, y, h, w.post_feedforward_layernorm_1, w.post_feedforward_layernorm_2, "
+UPDATE = "    k, v = cache.update_and_fetch(k, v)\n"
+
+
+def one(rule: str, says: str, *texts: str, target: str = E4B) -> Mutation:
+    """An edit within the functions for one token."""
+    return Mutation(rule, says, tuple(zip(texts[::2], texts[1::2], strict=True)), target, LOGITS)
+
+
+def first_line(rule: str, says: str, text: str) -> Mutation:
+    """A line before the first of `decode_sliding`."""
+    return one(rule, says, QKV, f"    {text}\n{QKV}")
+
+
+def last_value(rule: str, says: str, text: str) -> Mutation:
+    """Another value for the output of the network."""
+    return one(rule, says, LAST, f"    return {text}\n")
+
+
+HOSTILE = (
+    "mx.load(x)",
+    "mx.fast.metal_kernel(x)",
+    "mx.random.normal(x)",
+    "w.unembed.__call__.__globals__",
+    "s.__class__",
+    "tap.__self__",
+    "caches[0].state",
+    "caches",
+    "mx",
+    "LAYERS",
+    "decode_full(w.layers[5], s, h, x, caches[5], position, per_layer, 5)",
+)
+DECODE = (
+    # What a function is, apart from its statements, is seen by the rules for all functions.
+    one("nodes", '"lambda"', STEP_2, f"    x = §lambda: h\n{STEP_2}"),
+    one("nodes", '"if"', STEP_2, f"    §if x:\n    {STEP_2}"),
+    one("nodes", '"named expr"', "(30.0, w.unembed(x))", "(30.0, (§h := w.unembed(x)))"),
+    one("nodes", "this is starred", "tap(42, x)", "tap(§*x)"),
+    one("nodes", "this is starred", "s, ids, caches, tap):", "s, ids, caches, §*tap):"),
+    one("nodes", '"decorator"', "def decode(", "§@mx.compile\ndef decode("),
+    one("nodes", '"asynchronous"', "def decode(", "§async def decode("),
+    one("nodes", '"annotation"', "s, ids, caches, tap):", "s, ids, caches, tap: §eval):"),
+    one("nodes", '"simple statement suite"', LAST, f'{LAST}\n\ndef more(x): §return eval("x")\n'),
+    one("nodes", '"formatted string"', '    """forward for', '    §f"""{x}forward for'),
+    one("shape", "tap has a default", "caches, tap):", "caches, tap=§eval):"),
+    one("shape", "layer has a default", "per_layer, layer):", 'per_layer, layer=§__import__("os")):'),
+    one("shape", "one assignment to names", STEP_2, f"    §mx.eval(x)\n{STEP_2}"),
+    one("shape", "one assignment to names", STEP_2, f"    §caches[0] = x\n{STEP_2}"),
+    one("shape", "one assignment to names", STEP_2, f"    §w.norm = x\n{STEP_2}"),
+    one("shape", "one assignment to names", STEP_2, f"    §x = h = x\n{STEP_2}"),
+    one("shape", "one assignment to names", STEP_2, f"{STEP_2[:-1]}; mx.eval(x)\n".replace("h, x", "§h, x", 1)),
+    one("shape", "one assignment to names", STEP_2, f'    §"""more"""\n{STEP_2}'),
+    one("shape", "one assignment to names", STEP_2, f"    §return x\n{STEP_2}"),
+    one("shape", "decode ends here", LAST, "    §x = w.unembed(x)\n"),
+    one("shape", "another statement stands here", LAST, f"{LAST}\n\n§mx.eval(1)\n"),
+    one("functions", "expected decode(w, s, ids, caches, tap)", "def decode(", "§def decode_all("),
+    one("functions", "no further function", LAST, f'{LAST}\n\n§def decode_x(x):\n    """x"""\n    return eval(x)\n'),
+    one(
+        "functions",
+        "expected decode_sliding(w, s, h, x",
+        "def decode_sliding(w, s, h, x",
+        "§def decode_sliding(w, s, x, h",
+    ),
+    one(
+        "functions",
+        "h, x, kv, position, per_layer, layer)",
+        "_reader(w, s, h, x, kv",
+        "_reader(w, s, h, x, cache",
+        "def decode_sliding_reader",
+        "§def decode_sliding_reader",
+    ),
+    one("docstrings", "docstring of decode is", '    """forward for', '    §"""Forward for'),
+    one("docstrings", "docstring of decode_full is", '    """full for', '    §"""sliding for'),
+    # Names.
+    first_line("names", "dead is bound and not read", "§dead = x"),
+    first_line("names", '"later" is not bound here', "x = x + §later"),
+    first_line("names", "LAYERS hides a name of the module", "§LAYERS = x"),
+    one(
+        "names",
+        "decode_sliding never reads layer",
+        "per_layer, layer):",
+        "per_layer, §layer):",
+        "per_layer, layer)",
+        "per_layer, 1)",
+    ),
+    one("names", '"kv21" is not bound here', "kv22, position, per_layer, 24", "§kv21, position, per_layer, 24"),
+    one("names", "y is bound and not read", QKV, f"    §y = h\n{QKV}"),
+    first_line("names", '"eval" is not bound here', "_ = §eval(x)"),
+    last_value("names", '"__import__" is not bound here', "w.unembed(x) + §__import__(x)"),
+    first_line("words", '"x" is data', '_ = mx.load(§"x")'),
+    # Statements.
+    first_line("decode", 'has "_"; expected "q, k, v"', "§_ = mx.load(x)"),
+    first_line("decode", "decode_sliding has", "§_ = cache.trim(1)"),
+    first_line("decode", 'has "x"; expected "q, k, v"', "§x = x + w.q_norm"),
+    first_line("decode", "decode_sliding has", "§_, h, x = x, h, x"),
+    one("decode", "in: k, v = cache.update", UPDATE, "    k, v = §cache.trim(k, v)\n"),
+    one("decode", "decode_sliding has", UPDATE, f"{UPDATE}    §k, v = cache.update_and_fetch(k, v)\n"),
+    one("decode", 'has "w.k_norm"; expected "w.q_norm"', "w.q_norm, w.k_norm", "§w.k_norm, w.q_norm"),
+    one("decode", 'has "s.full_qkv"; expected "s.sliding_qkv"', "s.sliding_qkv", "§s.full_qkv"),
+    one(
+        "decode",
+        'has "s.sliding_quick"',
+        "s.sliding_qkv",
+        "§s.sliding_quick",
+        "def decode_sliding_source",
+        "def decode_sliding_source",
+    ),
+    one("decode", 'has "mx"; expected "s"', "s.sliding_attention", "§mx.sliding_attention"),
+    one("decode", 'has "v"; expected "k"', "_attention(q, k, v)", "_attention(q, §v, k)"),
+    one("decode", 'has "h"; expected "y"', "s.attention_end(y, h,", "s.attention_end(§h, y,"),
+    one(
+        "decode",
+        'expected "w.pre_feedforward_layernorm"',
+        "_layernorm, w.pre_feedforward_layernorm)",
+        "_layernorm, §w.input_layernorm)",
+    ),
+    one(
+        "decode", 'has "w.next_norm + h"; expected "w.next_norm"', ENDS, ENDS.replace("w.next_norm", "§w.next_norm + h")
+    ),
+    one(
+        "decode",
+        'expected "w.layer_scalar"',
+        ENDS,
+        ENDS.replace("w.layer_scalar, w.next_norm", "§w.next_norm, w.layer_scalar"),
+    ),
+    one("decode", "decode_sliding has", ENDS, "§" + ENDS[:-1] + ", x)"),
+    one(
+        "decode",
+        'has "h"; expected "layer"',
+        "per_layer, layer))",
+        "per_layer, §h))",
+        "h, x = s.layer_end(y, h,",
+        "h, x = s.layer_end(y, layer,",
+    ),
+    one("decode", 'has "x"; expected "h"', "return h, x\n", "return §x, h\n"),
+    one("decode", 'has "v"; expected "k"', "return h, x, (k, v)", "return h, x, (§v, k)"),
+    one("decode", 'has "v"; expected "k"', "    k, v = kv\n", "    §v, k = kv\n"),
+    one("decode", 'has "1"; expected "0"', "caches[0].offset", "caches[§1].offset"),
+    one("decode", 'has "caches[0].size"', "caches[0].offset", "§caches[0].size"),
+    one("decode", 'has "3"; expected "2", as in: h, x = decode_sliding(w.layers[2]', "layers[2]", "layers[§3]"),
+    one("decode", 'has "3"; expected "2"', "caches[2]", "caches[§3]"),
+    one("decode", 'has "3"; expected "2"', "per_layer, 2)", "per_layer, §3)"),
+    one("decode", 'has "2.0"; expected "2"', "per_layer, 2)", "per_layer, §2.0)"),
+    one("decode", 'has "0x2"; expected "2"', "per_layer, 2)", "per_layer, §0x2)"),
+    one(
+        "decode",
+        'has "decode_full"; expected "decode_sliding"',
+        "decode_sliding(w.layers[2]",
+        "§decode_full(w.layers[2]",
+    ),
+    one("decode", 'has "kv23"; expected "kv22"', "kv22, position, per_layer, 24", "§kv23, position, per_layer, 24"),
+    one(
+        "decode",
+        'has "caches[22]"; expected "kv22"',
+        "kv22, position, per_layer, 24",
+        "§caches[22], position, per_layer, 24",
+    ),
+    one(
+        "decode", "as in: h, x = decode_sliding(w.layers[2]", STEP_2, "", "    h = tap(2, h)\n", "    §h = tap(2, h)\n"
+    ),
+    one(
+        "decode",
+        "decode has",
+        STEP_2,
+        f"{STEP_2}    §h, x = decode_sliding(w.layers[2], s, h, x, caches[2], position, per_layer, 2)\n",
+    ),
+    one("decode", 'has "50.6"; expected "50.59644256269407"', "* 50.59644256269407", "* §50.6"),
+    one("decode", 'has "31.0"; expected "30.0"', "softcap(30.0, w.unembed(x))", "softcap(§31.0, w.unembed(x))"),
+    one("decode", 'has "1e-05"; expected "1e-06"', "first_norm, 1e-06", "first_norm, §1e-05"),
+    one(
+        "decode",
+        'has "w.norm"; expected "w.first_norm"',
+        LAST,
+        f"    x = mx.fast.rms_norm(x, w.first_norm, 1e-06)\n{LAST}",
+        "w.first_norm",
+        "§w.norm",
+    ),
+    one("decode", 'has "9"; expected "8"', "kth=-8", "kth=-§9", target=MOE),
+    one("decode", 'has "7"; expected "8"', "[..., -8:]", "[..., -§7:]", target=MOE),
+    one("decode", 'has "y"; expected "dense"', DUAL, DUAL.replace("dense, y", "§y, dense"), target=MOE),
+    one(
+        "decode",
+        "w.router_norm",
+        "w.router_norm, w.pre_feedforward_layernorm_2",
+        "§w.pre_feedforward_layernorm_2, w.router_norm",
+        target=MOE,
+    ),
+    one(
+        "decode",
+        'has "w.up_experts"; expected "w.gate_experts"',
+        "w.gate_experts(e, chosen), w.up_experts(",
+        "§w.up_experts(e, chosen), w.gate_experts(",
+        target=MOE,
+    ),
+    one("decode", 'has "8"; expected "4"', "bits=4", "bits=§8", target=QUANTIZED),
+    one("decode", 'has "x"; expected "None"', "mask=None", "mask=§x", target=QUANTIZED),
+    one("decode", 'has "2047"; expected "2048"', "2048", "§2047", target=QUANTIZED),
+    *(last_value("decode", "decode has", f"§w.unembed(x) + {text}") for text in HOSTILE),
+    *(last_value("decode", "decode has", f"logit_softcap(30.0, §w.unembed(x) + {text})") for text in HOSTILE),
+    last_value("decode", "decode has", "§logit_softcap(30.0, w.unembed(x), h)"),
+    last_value("decode", "decode has", "logit_softcap(§x=30.0, y=w.unembed(x))"),
+    last_value("decode", "decode has", "logit_softcap(30.0, (§w.unembed(x), h))"),
+    last_value("decode", "decode has", "(§logit_softcap(30.0, w.unembed(x)), caches)"),
+    last_value("decode", "decode has", "§logit_softcap(30.0, w.unembed(x))[0]"),
+    last_value("decode", 'has "x.shape"; expected "x"', "logit_softcap(30.0, w.unembed(§x.shape))"),
+    last_value("decode", "decode has", "logit_softcap(30.0, §w.unembed(x)(h))"),
+    # Taps and slots.
+    one("taps", "expected 2, the next", "    h = tap(2, h)\n", "", "tap(3,", "tap(§3,"),
+    one("taps", '"3" stands here; expected 2, the next', "tap(2,", "tap(§3,", "tap(3,", "tap(2,"),
+    one("taps", "tap 42 is missing", "    x = tap(42, x)\n", "", "def decode(", "§def decode("),
+    one("taps", "expected none after 42", LAST, f"    x = tap(§43, x)\n{LAST}"),
+    one("taps", '"ids" stands here; expected -1', "tap(-1,", "tap(§ids,"),
+    one("weights", "w.shadow is read; expected a slot of SLIDING_WEIGHTS", QKV, QKV.replace("w.k_norm", "§w.shadow")),
+    one(
+        "weights",
+        "a slot of SLIDING_READER_W",
+        "s.sliding_query(w.q_proj(x), w.q_norm",
+        "s.sliding_query(w.q_proj(x), §w.k_norm",
+    ),
+    one("weights", "a slot of MODEL_WEIGHTS", LAST, LAST.replace("w.unembed", "§w.lm_head")),
+    one(
+        "weights",
+        "decode_sliding never reads w.next_norm",
+        "def decode_sliding(",
+        "§def decode_sliding(",
+        "w.next_norm",
+        "w.q_norm",
+    ),
+    one("weights", "decode never reads w.first_norm", "def decode(", "§def decode(", "w.first_norm", "w.norm"),
+    line("weights", "w.next_norm is read; expected a slot of SLIDING_WEIGHTS", f"{SUM.strip()} + §w.next_norm"),
+)
+SITE = "GEGLU = Geglu(size=10240)\n"
+END = "ATTENTION_END = ResidualNorms(size=2560, eps=1e-06, scaled=False, norms=1)\n"
+WAYS = "SLIDING_QKV = QKVRope(heads=8, kv_heads=2, head_dim=256, eps=1e-06, theta=10000.0, k_eq_v=False)\n"
+SITES = (
+    edit("constants", "GEGLU[0] is 10241; expected 10240", SITE, "GEGLU = §Geglu(size=10241)\n"),
+    edit("constants", "GEGLU[0] is 10240.0; expected 10240", SITE, "GEGLU = §Geglu(size=10240.0)\n"),
+    edit("constants", "GEGLU[0] is Geglu(10240,)", SITE, "GEGLU = §Geglu(size=Geglu(size=10240))\n"),
+    edit("constants", "GEGLU is 'an expression without a value'", SITE, "GEGLU = §Geglu(size=10240) * 1\n"),
+    edit("constants", "GEGLU is (10240,)", SITE, "GEGLU = (§10240,)\n"),
+    edit(
+        "constants",
+        "FULL_FREQS is (512, 128",
+        "proportional_freqs(dims=512, rotated=128, base=1000000.0, factor=1.0)",
+        "(§512, 128, 1000000.0, 1.0)",
+    ),
+    edit(
+        "constants",
+        "ATTENTION_END[1] is 1e-05; expected 1e-06",
+        END,
+        END.replace("= R", "= §R").replace("1e-06", "1e-05"),
+    ),
+    edit(
+        "constants",
+        "ATTENTION_END[2] is True; expected False",
+        END,
+        END.replace("= R", "= §R").replace("False", "True"),
+    ),
+    edit(
+        "constants", "ATTENTION_END[3] is 3; expected 1", END, END.replace("= R", "= §R").replace("norms=1", "norms=3")
+    ),
+    edit(
+        "constants",
+        "SLIDING_QKV[4] is 10000; expected 10000.0",
+        WAYS,
+        WAYS.replace("= Q", "= §Q").replace("10000.0", "10000"),
+    ),
+    edit(
+        "constants",
+        "SLIDING_QKV[4] is None; expected 10000.0",
+        WAYS,
+        WAYS.replace("= Q", "= §Q").replace("10000.0", "None"),
+    ),
+    edit(
+        "constants",
+        "SLIDING_QKV[5] is True; expected False",
+        WAYS,
+        WAYS.replace("= Q", "= §Q").replace("v=False", "v=True"),
+    ),
+    edit(
+        "constants",
+        "LAYER_END is ResidualNorms(2816, 1e-06, True, 1)",
+        "LAYER_END = DualResidualNorms(size=2816, eps=1e-06)",
+        "LAYER_END = §ResidualNorms(size=2816, eps=1e-06, scaled=True, norms=1)",
+        target=MOE,
+    ),
+    edit(
+        "constants",
+        "GEGLU is absent",
+        "# Code",
+        "§# Code",
+        SITE,
+        "",
+        "    y = w.down_proj(s.geglu(w.gate_up_proj(x)))\n",
+        "    y = w.down_proj(s.geglu(w.gate_up_proj(x)))\n",
+    ),
+    edit("constants", "WIDER is a constant", SITE, f"{SITE}§WIDER = Geglu(size=10240)\n", "s.geglu", "s.wider"),
+    edit("names", "WIDER is never used", SITE, f"{SITE}§WIDER = Geglu(size=10240)\n"),
+    edit("names", "GEGLU is bound again", SITE, f"{SITE}§{SITE}"),
+    edit("calls", "Geglu(size=, joined=)", SITE, "GEGLU = §Geglu(size=10240, joined=True)\n"),
+    edit("calls", "Geglu(_)", SITE, "GEGLU = §Geglu(10240)\n"),
+    edit("calls", "Geglu(size=, path=)", SITE, 'GEGLU = §Geglu(size=10240, path="embed")\n'),
+    edit(
+        "calls",
+        "ResidualNorms(eps=, size=",
+        END,
+        END.replace("= R", "= §R").replace("size=2560, eps=1e-06", "eps=1e-06, size=2560"),
+    ),
+    edit("calls", "QuantizedMatvec(size=)", SITE, "GEGLU = §QuantizedMatvec(size=10240)\n"),
+    edit("calls", "_.plain(size=)", SITE, "GEGLU = §Geglu(size=10240).plain(size=10240)\n"),
+    edit("attributes", "Geglu is bound or passed on", SITE, "GEGLU = §Geglu\n"),
+    line("attributes", "Geglu is bound or passed on", "x = x + §Geglu"),
+    line("calls", "Geglu(size=)", "x = x + §Geglu(size=1)"),
+    line("names", '"GEGLU" is not bound here', "x = x + y + §GEGLU"),
+    line("names", '"LAYERS" is not bound here', "x = x + y + §LAYERS"),
+    edit(
+        "names",
+        '"sliding" is not bound here',
+        "    return x\n\n\ndef sliding_source",
+        "    return x + §sliding\n\n\ndef sliding_source",
+    ),
+    before("names", "_ is bound and not read", "§_ = x + y"),
+    before("names", "_ is bound and not read", "§_, _ = x.shape"),
+    before("names", "_ is bound and not read", "§_ = cache.update_and_fetch(k, v)"),
+    edit("imports", '"resolve" is imported', f"{KERNELS}Attention", f"{KERNELS}§resolve", "= Attention(", "= resolve("),
+    edit("imports", '"Geglu as Gate" is imported', "Geglu, Per", "§Geglu as Gate, Per", "= Geglu(", "= Geglu("),
+    edit("imports", "from .straightline.runtime.kernels", KERNELS, f"§{KERNELS.replace('from ', 'from .')}"),
+    edit(
+        "imports",
+        "from straightline.runtime.kernels.launch im",
+        KERNELS,
+        f"§{KERNELS.replace('kernels', 'kernels.launch')}",
+    ),
+    edit("imports", "import straightline.runtime.kernels", KERNELS, f"§import straightline.runtime.kernels\n{KERNELS}"),
+    edit("names", '"PerLayerGate" is not bound here', ", PerLayerGate", "", "= PerLayerGate", "= §PerLayerGate"),
+    edit(
+        "names",
+        "Geglu is bound again",
+        KERNELS,
+        f"{KERNELS}Geglu\n{KERNELS}",
+        "DualResidualNorms, Geglu",
+        "DualResidualNorms, §Geglu",
+    ),
+)
+MUTATIONS = (*TEXT, *NODES, *SHAPE, *SURFACE, *REACH, *NAMES, *VALUES, *MODEL, *DECODE, *SITES)
 
 
 def quantized_target() -> Target:
@@ -319,8 +672,9 @@ def mutate(mutation: Mutation) -> tuple[str, Plan, int, int]:
     """The mutated text without its mark, its plan, and the line and column of the mark, both from 1."""
     text, plan = rendered(mutation.target)
     for old, new in mutation.edits:
-        assert old in text, old
-        text = text.replace(old, new, 1)
+        place = text.find(old, text.find(mutation.after))
+        assert place >= 0, old
+        text = text[:place] + new + text[place + len(old) :]
     above, mark, below = text.partition(MARK)
     assert mark and MARK not in below
     if mutation.rule == "claim":  # any other title than the plan's is refused before its claim is counted
@@ -332,7 +686,7 @@ def mutate(mutation: Mutation) -> tuple[str, Plan, int, int]:
 def test_the_target_passes(name: str) -> None:
     text, plan = rendered(name)
     checked = verify(text, plan)
-    assert checked.splitlines()[7:] == text.splitlines()[7:]
+    assert checked.splitlines()[8:] == text.splitlines()[8:]
     assert verify(checked, plan) == checked
 
 
@@ -350,13 +704,13 @@ def test_the_mutation_is_refused_where_it_is(mutation: Mutation) -> None:
 
 def test_a_refusal_is_one_sentence() -> None:
     text, plan = rendered(DENSE)
-    above, number, below = text.partition("1e-06")
+    above, _, below = text.partition("1e-06)\n    q =")
     row, column = above.count("\n") + 1, len(above) - above.rfind("\n")
     with pytest.raises(SpecError) as raised:
-        verify(f"{above}1e-05{below}", plan)
+        verify(f"{above}1e-05)\n    q ={below}", plan)
     assert str(raised.value) == (
         f"generated source, line {row} column {column}: "
-        f'"1e-05" stands in mx.fast.rms_norm of sliding; expected {number} or None'
+        f'"1e-05" stands in mx.fast.rms_norm of sliding; expected 1e-06 or None'
     )
 
 
@@ -373,6 +727,9 @@ def test_unused_ops_are_pruned_and_used_ones_kept() -> None:
         "from straightline.runtime.ops import geglu, gelu_approx, logit_softcap, proportional_freqs, scaled_add"
     )
     assert everything in verify(*rendered(E4B)).splitlines()
+    assert f"{KERNELS}Attention, Geglu, QKVRope, ResidualNorms" in verify(*rendered(DENSE)).splitlines()
+    assert f"{KERNELS}Attention, DualResidualNorms, Geglu, QKVRope, ResidualNorms" in verify(*rendered(MOE))
+    assert f"{KERNELS}Attention, Geglu, PerLayerGate, QKVRope, ResidualNorms" in verify(*rendered(E4B))
 
 
 def with_imports(name: str, *imports: str) -> tuple[str, Plan]:
@@ -398,10 +755,25 @@ def test_an_import_that_pruning_empties_is_dropped() -> None:
 
 def test_lines_are_those_of_the_text_before_pruning() -> None:
     text, plan = with_imports(DENSE, UNUSED, USED)
-    above, number, below = text.partition("1e-06")
+    above, _, below = text.partition("1e-06)\n    q =")
     row, column = above.count("\n") + 1, len(above) - above.rfind("\n")
-    with pytest.raises(SpecError, match=f"line {row} column {column}: .* expected {number}"):
-        verify(f"{above}1e-05{below}", plan)
+    with pytest.raises(SpecError, match=f"line {row} column {column}: .* expected 1e-06"):
+        verify(f"{above}1e-05)\n    q ={below}", plan)
+
+
+@pytest.mark.parametrize("name", [E4B, DENSE, MOE])
+@pytest.mark.parametrize("place", [4, 6, 7])
+def test_an_import_out_of_place_is_found_though_it_is_narrowed(name: str, place: int) -> None:
+    """Both imports of the runtime are narrowed in nearly every file, whichever of them is the one that is wrong."""
+    text, plan = rendered(name)
+    lines = text.splitlines(keepends=True)
+    moved = lines[place]
+    assert moved.startswith(("import mlx", "from straightline.runtime"))
+    row = lines.index(f"LAYERS = {len(plan.steps)}\n") + 1
+    shifted = lines[: row - 1] + [moved] + lines[row - 1 :]
+    shifted.remove(moved)
+    with pytest.raises(SpecError, match=f"line {row - 1} column 1: an import stands here; expected a docstring"):
+        verify("".join(shifted), plan)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# x", "x = (", "def f(:", "x = 'unfinished\n", "\x00"])
@@ -431,7 +803,7 @@ def many_layers(count: int) -> tuple[str, Plan]:
 
 def test_many_runs_pass() -> None:
     text, plan = many_layers(256)
-    assert verify(text, plan).count("h = tap(") == 258
+    assert verify(text, plan).count("h = tap(") == 258 + 256
 
 
 def test_a_bottomless_expression_is_refused() -> None:

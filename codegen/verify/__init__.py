@@ -14,7 +14,7 @@ from ..plan import Plan
 from .rule import Place, Rule, Violation
 from .rules import RULES
 from .surface import IMPORTED
-from .tree import Tree, read_tree, small
+from .tree import Tree, read_tree, small, walk
 
 __all__ = ["RULES", "first_violation", "prune", "refusal", "verify"]
 
@@ -52,7 +52,7 @@ def prune(tree: Tree) -> Tree:
     for statement in tree.imports:
         if not isinstance(statement, cst.ImportFrom) or isinstance(statement.names, cst.ImportStar):
             continue
-        if statement.module is None or tree.code(statement.module) not in IMPORTED:
+        if statement.relative or statement.module is None or tree.code(statement.module) not in IMPORTED:
             continue
         kept = [alias for alias in statement.names if alias.evaluated_name in used]
         if len(kept) < len(statement.names):
@@ -84,9 +84,18 @@ def first_violation(pruned: Tree, original: Tree, plan: Plan) -> Found | None:
 def _locate(places: list[Place], module: cst.Module) -> list[CodePosition]:
     """Positions are costly, so they are worked out only for a file that is refused."""
     positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
-    # The only node that is new in the pruned tree is the import.
-    imports = next((line for line in module.body if isinstance(small(line), cst.ImportFrom)), module)
     return [
-        CodePosition(*place) if isinstance(place, tuple) else positions[place if place in positions else imports].start
+        (
+            CodePosition(*place)
+            if isinstance(place, tuple)
+            else positions[place if place in positions else _original(place, module)].start
+        )
         for place in places
     ]
+
+
+def _original(place: cst.CSTNode, module: cst.Module) -> cst.CSTNode:
+    """The line of an import that pruning has narrowed: all that is left of it is the node that names its module."""
+    kept = set(walk(place))
+    lines = ((line, small(line)) for line in module.body)
+    return next((line for line, node in lines if isinstance(node, cst.ImportFrom) and node.module in kept), module)

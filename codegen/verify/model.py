@@ -1,12 +1,13 @@
 """Rules about the model: slots of weights, taps, and each line of `forward`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
 from ..errors import listing, show
 from ..plan import Plan
 from .decoding import decode_bodies
+from .reach import ONE_TOKEN
 from .rule import Violation, Violations
 from .surface import DECODE, PER_LAYER
 from .tree import Function, Tree, difference, small
@@ -15,22 +16,31 @@ from .tree import Function, Tree, difference, small
 def check_weights(tree: Tree, plan: Plan) -> Violations:
     functions = {function.name: function for function in tree.functions}
     for kind in plan.kinds:
-        yield from _slots(
-            kind.weights_name, kind.weights, (), [functions[kind.name], functions[f"{DECODE}_{kind.name}"]]
-        )
-    model = [function for name, function in functions.items() if name in (PER_LAYER, "forward", DECODE)]
-    yield from _slots("MODEL_WEIGHTS", tuple(plan.weights.split()), ("layers",), model)
+        for_any, for_one = functions[kind.name], functions[f"{DECODE}_{kind.name}"]
+        yield from _slots(kind.weights_name, kind.weights, (), [for_any], [for_one])
+    for_any_width = [function for name, function in functions.items() if name in (PER_LAYER, "forward")]
+    yield from _slots("MODEL_WEIGHTS", plan.weights.split(), ("layers",), for_any_width, [functions[DECODE]])
 
 
-def _slots(name: str, declared: tuple[str, ...], also: tuple[str, ...], functions: list[Function]) -> Violations:
+def _slots(
+    name: str, declared: Sequence[str], also: Sequence[str], for_any: list[Function], for_one: list[Function]
+) -> Violations:
+    """Slots of one token's own are read there and there alone; the rule for its functions sees to the others."""
+    own = [slot for slot in declared if slot in ONE_TOKEN]
+    common = [slot for slot in declared if slot not in ONE_TOKEN]
+    yield from _reads(name, for_any, (*common, *also), common)
+    yield from _reads(name, for_one, (*declared, *also), own)
+
+
+def _reads(name: str, functions: list[Function], allowed: Sequence[str], needed: Sequence[str]) -> Violations:
     read: set[str] = set()
     for node in (node for function in functions for node in function.nodes):
         match node:
             case cst.Attribute(value=cst.Name(value="w"), attr=cst.Name(value=slot)):
                 read.add(slot)
-                if slot not in (*declared, *also):
+                if slot not in allowed:
                     yield Violation(node, f"w.{slot} is read", f"a slot of {name}")
-    unread = [f"w.{slot}" for slot in declared if slot not in read]
+    unread = [f"w.{slot}" for slot in needed if slot not in read]
     if unread:
         what = f"{functions[-1].name} never reads {listing(unread)}"
         yield Violation(functions[-1].node, what, f"each slot of {name} to be read")

@@ -7,6 +7,7 @@ import libcst as cst
 from ..errors import show
 from ..plan import Plan
 from .rule import Violation, Violations
+from .surface import is_decode
 from .tree import Function, Tree, bound, names_in
 
 PUBLIC = frozenset(
@@ -20,17 +21,22 @@ PUBLIC = frozenset(
 def check_names(tree: Tree, plan: Plan) -> Violations:
     known: dict[str, cst.CSTNode] = {}
     used: set[str] = set()
+    # Of constants and functions, the functions that are not worked out again line by line see these alone.
+    shown = {freqs.name for freqs in plan.freqs}
     for name, place, source in _bindings(tree):
         if name in known:
             yield Violation(place, f"{name} is bound again", "each name of the module to be bound once")
         if isinstance(source, Function):
-            yield from _forwards(source, known)
+            whole = source.name == "forward" or is_decode(source.node)
+            yield from _forwards(source, known, known.keys() if whole else shown)
             yield from _backwards(source)
             reads = {read.value for statement in source.statements for read in statement.reads} | _sites_of(source)
         else:
             loads = list(names_in(source)) if source else []
             yield from _undefined(loads, known)
             reads = {load.value for load in loads}
+        if source is None:
+            shown.add(name)
         used |= reads
         known[name] = place
     for name, place in known.items():
@@ -65,8 +71,8 @@ def _undefined(reads: Iterable[cst.Name], names: Container[str]) -> Violations:
             yield Violation(read, f"{show(read.value)} is not bound here", "a name that is bound further up")
 
 
-def _forwards(function: Function, known: Mapping[str, object]) -> Violations:
-    names = {*known, *(parameter.value for parameter in function.parameters)}
+def _forwards(function: Function, known: Mapping[str, object], shown: Iterable[str]) -> Violations:
+    names = {*shown, *(parameter.value for parameter in function.parameters)}
     targets = [target for statement in function.statements for target in statement.targets]
     for name in (*function.parameters, *targets):
         if name.value in known:
@@ -80,8 +86,10 @@ def _backwards(function: Function) -> Violations:
     awaited: set[str] = set()
     for statement in reversed(function.statements):
         targets = {target.value for target in statement.targets}
+        # `_` stands for a part that is not needed. Only `decode` has a whole one, and is worked out again.
+        idle = targets != {"_"} or is_decode(function.node)
         for target in statement.targets:
-            if target.value not in awaited and target.value != "_":
+            if target.value not in awaited and (target.value != "_" or not idle):
                 yield Violation(target, f"{target.value} is bound and not read", "each value to be read")
         awaited = awaited - targets | {read.value for read in statement.reads}
     for parameter in function.parameters:

@@ -7,7 +7,7 @@ import libcst as cst
 from ..errors import show
 from ..plan import Kind, Plan, Site
 from .rule import Violation, Violations
-from .surface import OPS, PER_LAYER, is_decode, signatures
+from .surface import OPS, PER_LAYER, SITES, is_decode, signatures
 from .tree import Tree, callee, small
 
 # Slots of w that are called, and those that are arrays.
@@ -29,6 +29,8 @@ KIND_ARRAYS = frozenset(
         *("post_per_layer_input_norm", "layer_scalar", "next_norm"),
     }
 )
+# What only the functions for one token read.
+ONE_TOKEN = DECODE_MODULES | {"next_norm", "first_norm"}
 SLOTS = MODEL_MODULES | MODEL_ARRAYS | EXPERT_MODULES | DECODE_MODULES | KIND_MODULES | KIND_ARRAYS
 
 READABLE = frozenset(
@@ -45,7 +47,7 @@ HANDLES: Mapping[str, tuple[type[cst.CSTNode], ...]] = {
     "caches": (cst.Subscript,),
     "tap": (cst.Call,),
     PER_LAYER: (cst.Call,),
-    **{name: (cst.Call,) for name in OPS},
+    **{name: (cst.Call,) for name in (*OPS, *SITES)},
 }
 
 KIND_CALLS = frozenset(

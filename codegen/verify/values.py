@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import libcst as cst
 
@@ -9,8 +10,20 @@ from ..errors import listing, show
 from ..plan import Kind, Plan
 from .reach import SLOTS
 from .rule import START, Violation, Violations
-from .surface import PER_LAYER, SITES, is_decode
+from .surface import PER_LAYER, is_decode
 from .tree import Tree, bound, callee
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a constant is that a call makes: not the tuple of the call's arguments, and nothing to multiply."""
+
+    function: str
+    arguments: tuple[object, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.function}{self.arguments!r}"
+
 
 Number = float | None  # an int or a bool too; they are told apart by how Python spells them
 Sites = Mapping[str, tuple[Number, ...]]  # by what a number stands in: the innermost call, or an operator
@@ -136,8 +149,11 @@ def _constants(plan: Plan) -> dict[str, object]:
         "MODEL_WEIGHTS": plan.weights,
         **{kind.weights_name: kind.weight_groups for kind in plan.kinds},
         "LAYER_WEIGHTS": tuple(step.kind.weight_groups for step in plan.steps),
-        **{site.constant: (site.kind, *(value for _, value in site.arguments)) for site in plan.sites},
-        **{each.name: (each.dims, each.rotated, each.base, each.factor) for each in plan.freqs},
+        **{site.constant: Made(site.kind, tuple(value for _, value in site.arguments)) for site in plan.sites},
+        **{
+            each.name: Made("proportional_freqs", (each.dims, each.rotated, each.base, each.factor))
+            for each in plan.freqs
+        },
     }
 
 
@@ -147,7 +163,7 @@ def _cache(kind: Kind, window: int | None) -> tuple[object, ...]:
 
 
 def _evaluate(node: cst.CSTNode, names: Mapping[str, object]) -> object:
-    """The value of a constant expression; of a call, the values of its arguments (the rule for calls saw the rest)."""
+    """The value of a constant expression; of a call, what is called with which values (the rule for calls saw how)."""
     match node:
         case cst.Integer() | cst.Float() | cst.SimpleString():
             return node.evaluated_value
@@ -155,9 +171,9 @@ def _evaluate(node: cst.CSTNode, names: Mapping[str, object]) -> object:
             return -number.evaluated_value
         case cst.Name(value=name) if name in BUILTINS or name in names:
             return BUILTINS[name] if name in BUILTINS else names[name]
-        case cst.Call(func=cst.Name(value=site), args=items) if site in SITES:
-            return (site, *(_evaluate(item.value, names) for item in items))
-        case cst.Tuple(elements=items) | cst.Call(args=items):
+        case cst.Call(func=cst.Name(value=function), args=items):
+            return Made(function, tuple(_evaluate(item.value, names) for item in items))
+        case cst.Tuple(elements=items):
             return tuple(_evaluate(item.value, names) for item in items)
         case cst.BinaryOperation(left=left, operator=operator, right=right):
             match _evaluate(left, names), operator, _evaluate(right, names):
@@ -169,6 +185,8 @@ def _evaluate(node: cst.CSTNode, names: Mapping[str, object]) -> object:
 
 
 def _told_apart(name: str, value: object, expected: object) -> tuple[str, str]:
+    if isinstance(value, Made) and isinstance(expected, Made) and value.function == expected.function:
+        value, expected = value.arguments, expected.arguments
     if isinstance(value, tuple) and isinstance(expected, tuple):
         if len(value) != len(expected):
             return f"{name} has {len(value)} items", f"{len(expected)}"
