@@ -202,7 +202,13 @@ def _specialized(model: Any, module: ModuleType | None, strict: bool, generate: 
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    own = {"dispatch": Dispatch(strict), "_bound": None, "_module": module, "_generate": generate, "_tap": None}
+    own: dict[str, Any] = {
+        "dispatch": Dispatch(strict),
+        "_bound": None,
+        "_module": module,
+        "_generate": generate,
+        "_tap": None,
+    }
     own["_storage"] = model._storage if isinstance(model, Specialized) else None
     for name, value in own.items():
         object.__setattr__(specialized, name, value)
