@@ -76,6 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (SpecError, StraightlineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not str(error).startswith("["):
+            raise
+        # MLX's own, such as memory that is not there: its first line says it.
+        print("error: MLX: " + str(error).partition("\n")[0], file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -20,10 +20,8 @@ class Reference:
 
     def divergence(self, kv_config: list[dict[str, int]]) -> float:
         """The sum over all positions of KL(plain, quantized), in nats."""
-        total = 0.0
-        for plain, logits in zip(self.logits, self._logits(kv_config), strict=True):
-            total += float(_divergence(plain, logits).item())
-        return total
+        pairs = zip(self.logits, self._logits(kv_config), strict=True)
+        return sum(_divergence(plain, logits) for plain, logits in pairs)
 
     def _logits(self, kv_config: list[dict[str, int]] | None) -> Iterator[mx.array]:
         caches = make_cache(self.model, kv_config)
@@ -34,8 +32,9 @@ class Reference:
         mx.clear_cache()
 
 
-def _divergence(plain: mx.array, other: mx.array) -> mx.array:
+def _divergence(plain: mx.array, other: mx.array) -> float:
     p, q = (one.astype(mx.float32) for one in (plain, other))
     p, q = (one - mx.logsumexp(one, axis=-1, keepdims=True) for one in (p, q))
     # Rounding may leave a position a little below zero, which no divergence is.
-    return mx.maximum((mx.exp(p) * (p - q)).sum(axis=-1), 0).sum()
+    total: Any = mx.maximum((mx.exp(p) * (p - q)).sum(axis=-1), 0).sum().item()
+    return float(total)

@@ -1,7 +1,7 @@
 """Shards of hidden states: planned from the lengths of the prompts, then written row by row into their places.
 
-Every byte of a shard has its place before the first forward, so memory does not grow with it. A shard counts once it has
-been renamed and the index lists it; what a killed process leaves behind is a .part file, which is written over.
+Every byte of a shard has its place before the first forward, so memory does not grow with it. A shard counts once it
+has been renamed and the index lists it; what a killed process leaves is a .part file, which is written over.
 """
 
 import json

@@ -28,9 +28,10 @@ class TapIndex:
         if before.get("format") != FORMAT or not isinstance(before.get("settings"), dict):
             raise StraightlineError(f"{self.path.name}: is no index of this version; expected {FORMAT!r}")
         for key, value in self.settings.items():
-            if before["settings"].get(key) != value:
+            found = before["settings"].get(key)
+            if found != value:
                 raise StraightlineError(
-                    f"{self.path.name}: was made with {key} {_shown(before['settings'].get(key))}, not {_shown(value)}; "
+                    f"{self.path.name}: was made with {key} {_shown(found)}, not {_shown(value)}; "
                     "go on with the same settings, or choose another --out"
                 )
         listed = {entry["file"] for entry in before["shards"]}

@@ -85,6 +85,7 @@ def _verdict(rows: list[Any], departed: list[Any]) -> str:
     if departed:
         first = departed[0]
         return f"DEPARTS in {len(departed)} of {len(rows)} cells, first in {first.cell}: {first.departs}"
-    other = sum(row.passed.startswith("monolith") for row in rows)
-    more = f"; {other} went to mlx-lm's own code" if other else ""
-    return f"equal: {len(rows) - other} of {len(rows)} cells, every byte of logits, caches and taps{more}"
+    by_hand, cannot = (sum(row.passed.startswith(word) for row in rows) for word in ("monolith", "cannot"))
+    more = f"; {by_hand} went to mlx-lm's own code" if by_hand else ""
+    more += f"; {cannot} that mlx-lm itself cannot run on this device" if cannot else ""
+    return f"equal: {len(rows) - by_hand - cannot} of {len(rows)} cells, every byte of logits, caches and taps{more}"

@@ -101,13 +101,26 @@ def run_walk(
             key, draw = mx.random.split(key)
             ids = mx.random.randint(0, vocab, (walk.batch, length), key=draw)
             taps = [HiddenTap(range(-1, sentinel + 1)) for _ in range(2)]
-            logits = [
+            try:
                 # mlx-lm needs the stand-ins where layers share quantized K/V; else they are the caches themselves.
-                evaluated(oracle(ids, cache=with_stand_ins(caches[0], sources)), caches[0]),
-                evaluated(model(ids, cache=caches[1]), caches[1]),
-                evaluated(model.monolith(ids, cache=caches[2], tap=taps[0]), caches[2]),
-                evaluated(model(ids, cache=caches[3], tap=taps[1]), caches[3]),
-            ]
+                expected = evaluated(oracle(ids, cache=with_stand_ins(caches[0], sources)), caches[0])
+            except RuntimeError as error:  # MLX lacks a kernel on this device: nothing to compare with
+                if "No implementation" not in str(error):
+                    raise
+                reason = f"cannot: mlx-lm itself, in call {call} ({length} wide): {_first_line(error)}"
+                yield Row(cell, departs, time.perf_counter() - start, reason)
+                return
+            try:
+                logits = [
+                    expected,
+                    evaluated(model(ids, cache=caches[1]), caches[1]),
+                    evaluated(model.monolith(ids, cache=caches[2], tap=taps[0]), caches[2]),
+                    evaluated(model(ids, cache=caches[3], tap=taps[1]), caches[3]),
+                ]
+            except RuntimeError as error:
+                reason = f"call {call} ({length} wide) fails where mlx-lm's does not: {_first_line(error)}"
+                yield Row(cell, departs or reason, time.perf_counter() - start)
+                return
             captured = [tap.captured for tap in taps]
             found = first_departure(captured, caches, logits, sentinel) or degenerate(logits[0])
             if found and not departs:
@@ -118,6 +131,10 @@ def run_walk(
         by_hand = model.dispatch.counts["monolith"] - served["monolith"]
         passed = f"monolith: {model.dispatch.last[1]}" if by_hand else "equal"
         yield Row(cell, departs, time.perf_counter() - start, passed)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def make_caches(oracle: Any, walk: Walk, kv_config: list[dict[str, int]] | None) -> list[Any] | None:

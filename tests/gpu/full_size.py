@@ -48,9 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
         mx.clear_cache()
         if options.json:
             options.json.write_text(json.dumps(record, indent=1) + "\n")
-    departed = [(size, row) for size, rows in record["sizes"].items() for row in rows if row["departs"]]
+    departed = [
+        (size, row)
+        for size, rows in record["sizes"].items()
+        for row in rows
+        if row["departs"] or row["passed"].startswith("cannot")
+    ]
     for size, row in departed:
-        print(f"DEPARTS {size}: {row['cell']}: {row['departs']}")
+        print(f"DEPARTS {size}: {row['cell']}: {row['departs'] or row['passed']}")
     cells = sum(map(len, record["sizes"].values()))
     print(f"{cells - len(departed)} of {cells} cells pass, {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if departed or not cells else 0
