@@ -28,11 +28,11 @@ def rendered(targets: Iterable[Target]) -> dict[str, bytes]:
 
     wanted = tuple(targets)
     if len(wanted) <= FEW:
-        sources = map(source_of, wanted)
-        return {f"{target.module}.py": source.encode() for target, source in zip(wanted, sources, strict=True)}
-    with ProcessPoolExecutor() as pool:
-        sources = pool.map(source_of, wanted)
-        return {f"{target.module}.py": source.encode() for target, source in zip(wanted, sources, strict=True)}
+        sources = [source_of(target) for target in wanted]
+    else:
+        with ProcessPoolExecutor() as pool:
+            sources = list(pool.map(source_of, wanted))
+    return {f"{target.module}.py": source.encode() for target, source in zip(wanted, sources, strict=True)}
 
 
 def check(targets: tuple[Target, ...]) -> tuple[str, ...]:
