@@ -52,6 +52,8 @@ class Bound:
         self.version = changes()
         self.marked = text["model"]["layers"][0]
         self.mark = mark(self.marked)
+        self.args = text.args
+        self.top_k = text.args.top_k_experts
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
@@ -80,8 +82,11 @@ class Bound:
         )
 
     def stale(self) -> bool:
-        """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs."""
-        return self.version != changes() or mark(self.marked) is not self.mark
+        """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
+
+        Of the arguments, which nothing watches, mlx-lm's forward reads the number of experts only.
+        """
+        return self.version != changes() or mark(self.marked) is not self.mark or self.args.top_k_experts != self.top_k
 
     def refuse(self, inputs: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
         """Why no generated file takes this call, whatever its caches; empty if one may."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .evaluation import evaluate
-from .watch import plain_class
+from .watch import edited, plain_class
 
 Arrays = tuple[mx.array, mx.array, mx.array | None]
 KEYS = ("weight", "scales", "biases")
@@ -21,12 +21,14 @@ _lock = threading.Lock()
 class Joined:
     """What the first part remembers of its whole. A copy or pickle of it is None, since its arrays are new."""
 
-    def __init__(self, whole: Arrays, views: list[list[Any]]) -> None:
+    def __init__(self, whole: Arrays, views: list[list[Any]], editions: list[int | None]) -> None:
         self.whole = whole
         self.views = views
+        self.editions = editions
 
     def holds(self, parts: list[Any]) -> bool:
-        return len(parts) == len(self.views) and all(map(_holds, parts, self.views))
+        same = len(parts) == len(self.views) and all(map(_holds, parts, self.views))
+        return same and [edited(part) for part in parts] == self.editions
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -61,7 +63,7 @@ def join(parts: list[Any]) -> Arrays | None:
 
 
 def _join(parts: list[Any]) -> Arrays | None:
-    first, now = parts[0], _arrays(parts)
+    first, editions, now = parts[0], [edited(part) for part in parts], _arrays(parts)
     if not evaluate([array for arrays in now for array in arrays if array is not None]):
         return None  # inside mx.compile; what was joined is so again after it
     first.__dict__.pop("_joined", None)
@@ -75,14 +77,14 @@ def _join(parts: list[Any]) -> Arrays | None:
         return None
     views = _views(whole, now)
     # Weights that another thread has loaded meanwhile are newer than these.
-    if not Joined(whole, now).holds(parts):
+    if not Joined(whole, now, editions).holds(parts):
         return None
     # Not through the modules' own methods: nothing changes that a forward would have to notice.
     for part, arrays in zip(parts, views, strict=True):
         for key, array in zip(KEYS, arrays, strict=True):
             if array is not None:
                 dict.__setitem__(part, key, array)
-    object.__setattr__(first, "_joined", Joined(whole, views))
+    object.__setattr__(first, "_joined", Joined(whole, views, editions))
     return whole
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 _changes = 0
@@ -19,8 +20,8 @@ def changes() -> int:
     return _changes
 
 
-def _counted(name: str, base: type) -> Any:
-    method = getattr(base, name)
+def _counted(name: str, base: type, method: Any = None) -> Any:
+    method = method or getattr(base, name)
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _changes
@@ -33,14 +34,27 @@ def _counted(name: str, base: type) -> Any:
     return counted
 
 
+def _assigned(self: Any, key: Any, value: Any) -> None:
+    """An array that is assigned to where it is already was edited in place: nothing else tells."""
+    if isinstance(value, mx.array) and dict.get(self, key) is value:
+        self.__dict__["_edited"] = _changes
+    dict.__setitem__(self, key, value)
+
+
 def _made(kind: Any) -> Any:
     return kind.__new__(kind)
+
+
+def edited(module: Any) -> int | None:
+    """Changes when an array of a watched module is assigned again after an edit in place."""
+    found: int | None = getattr(module, "__dict__", {}).get("_edited")
+    return found
 
 
 class Watched:
     """Mixin of the classes that `watch` gives to modules."""
 
-    __setitem__ = _counted("__setitem__", dict)
+    __setitem__ = _counted("__setitem__", dict, _assigned)
     __delitem__ = _counted("__delitem__", dict)
     pop = _counted("pop", dict)
     popitem = _counted("popitem", dict)
