@@ -44,6 +44,8 @@ class Specialized(Watched):
         """Token ids [B, L] to logits [B, L, vocab], as mlx-lm's model; `tap` keeps hidden states on either path."""
         if tap is None:
             tap = self._tap
+        elif not isinstance(tap, HiddenTap):
+            raise StraightlineError(f"tap is a {type(tap).__name__}; expected a HiddenTap or None")
         bound = self._bound
         if bound is None or bound.stale():
             bound = self._bind()
@@ -191,6 +193,8 @@ def specialize(
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
     Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
     """
+    if module is not None and not (isinstance(module, ModuleType) and hasattr(module, "ARCHITECTURE")):
+        raise StraightlineError(f"module is {module!r}; expected one of load_generated(path)")
     if isinstance(model, Specialized) and module is None:
         module = model._options.module
     specialized = _specialized(model, Options(module, strict, generate, kernels))

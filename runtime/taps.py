@@ -29,6 +29,8 @@ class HiddenTap:
     """
 
     def __init__(self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None) -> None:
+        if not isinstance(layers, Iterable):
+            raise StraightlineError(f"HiddenTap: layers is {layers!r}; expected a list of integers from -1")
         wanted = list(layers)
         for index in wanted:
             if type(index) is not int or index < -1:
@@ -38,6 +40,8 @@ class HiddenTap:
             raise StraightlineError(f"HiddenTap: layers has {repeated[0]} more than once; expected each index once")
         if position is not None and type(position) is not int:
             raise StraightlineError(f"HiddenTap: position is {position!r}; expected an integer or None")
+        if edit is not None and not callable(edit):
+            raise StraightlineError(f"HiddenTap: edit is {edit!r}; expected a function of an index and rows, or None")
         self.layers = frozenset(wanted)
         self.position = position
         self.edit = edit

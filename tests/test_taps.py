@@ -97,12 +97,21 @@ def test_refused_by_the_call(path: str, taps: list[int], position: int | None, l
         (["3"], None, "HiddenTap: layers has '3'; expected integers from -1"),
         ([0], 1.0, "HiddenTap: position is 1.0; expected an integer or None"),
         ([0], True, "HiddenTap: position is True; expected an integer or None"),
+        (5, None, "HiddenTap: layers is 5; expected a list of integers from -1"),
     ],
 )
-def test_refused_at_once(taps: list[Any], position: Any, message: str) -> None:
+def test_refused_at_once(taps: Any, position: Any, message: str) -> None:
     with pytest.raises(StraightlineError) as error:
         HiddenTap(taps, position=position)
     assert str(error.value) == message
+
+
+def test_other_things_in_the_place_of_a_tap() -> None:
+    case = Case(toys.D6)
+    with pytest.raises(StraightlineError, match=r"^tap is a list; expected a HiddenTap or None$"):
+        case.model(case.tokens(1, 3), tap=[5])
+    with pytest.raises(StraightlineError, match=r"^HiddenTap: edit is 5; expected a function of an index and rows"):
+        HiddenTap([0], edit=5)  # type: ignore[arg-type]
 
 
 def test_a_tap_changes_nothing() -> None:

@@ -20,7 +20,7 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 from mlx_lm.utils import dequantize_model, quantize_model
 from pairs import Pair, four_bit, pair, text
 
-from straightline.runtime import HiddenTap, StraightlineError, specialize
+from straightline.runtime import HiddenTap, StraightlineError, make_cache, specialize
 from straightline.runtime.watch import changes, plain_class
 
 IDS = toys.tokens(1, 9)
@@ -485,6 +485,14 @@ def test_dropped_arrays_are_freed() -> None:
         del fresh, layer
         mx.eval(model(IDS))
     assert mx.get_active_memory() - before < 97 * 64 * 4
+
+
+@pytest.mark.parametrize("module", ["gemma4_12b.py", toys])
+def test_other_things_in_the_place_of_a_file(module: Any) -> None:
+    with pytest.raises(StraightlineError, match=r"^module is .*; expected one of load_generated\(path\)$"):
+        specialize(toys.build(toys.D6), module)
+    with pytest.raises(StraightlineError, match=r"^make_cache: model is a NoneType; expected an mlx-lm Gemma 4 model$"):
+        make_cache(None)
 
 
 def test_other_classes_are_refused() -> None:

@@ -35,6 +35,8 @@ def make_cache(
         raise StraightlineError(f"make_cache: rollback is {rollback!r}; expected True or False")
     if type(depth) is not int or not 1 <= depth <= MOST_DEPTH:
         raise StraightlineError(f"make_cache: depth is {depth!r}; expected an integer from 1 to {MOST_DEPTH}")
+    if not hasattr(model, "make_cache"):
+        raise StraightlineError(f"make_cache: model is a {type(model).__name__}; expected an mlx-lm Gemma 4 model")
     if kv_config is None and not rollback:
         return quantizable(model.make_cache())
     own = getattr(model, "_storage", None)  # what the model was loaded with
