@@ -22,21 +22,37 @@ def read_tensors(folder: Path) -> Tensors:
         raise SpecError(f"{folder}: has neither {SHARDS} nor {INDEX}; expected the weights beside {CONFIG}")
     tensors: dict[str, Shape | None] = dict(_indexed(index, {path.name for path in shards}) if index.exists() else {})
     for path in shards:
-        tensors |= _header(path)
+        for name, shape in _header(path).items():
+            if tensors.get(name, shape) not in (shape, None):
+                raise SpecError(
+                    f"{path.name}: {show(name, 60)} is {list(shape)}, in another file {list(tensors[name] or ())}; "
+                    "expected it once"
+                )
+            tensors[name] = shape
     return tensors
+
+
+def refuse_special(path: Path) -> None:
+    """Raises SpecError for a pipe or a device, which may never end, or never begin."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise SpecError(f"{path.name}: is a pipe or a device; expected a safetensors file")
 
 
 def _indexed(path: Path, present: set[str]) -> dict[str, None]:
     """The names that the index puts into shards that are not here."""
     names = read_file(path, "an index of safetensors files").get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+    if not isinstance(names, dict):
         raise SpecError(f"{path.name}: weight_map is {show(names)}; expected an object of tensor names and file names")
+    for name, shard in names.items():
+        if not isinstance(shard, str):
+            raise SpecError(f"{path.name}: weight_map has {show(shard)} for {show(name)}; expected a file name")
     return {name: None for name, shard in names.items() if shard not in present}
 
 
 def _header(path: Path) -> dict[str, Shape]:
     from safetensors import SafetensorError, safe_open
 
+    refuse_special(path)
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

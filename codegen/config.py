@@ -5,6 +5,7 @@ transformers each assume different defaults. Every other key is known to be harm
 """
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,12 @@ def read_file(path: Path, expected: str = "a Gemma 4 config.json") -> dict[str, 
 def read_json(path: Path, expected: str = "JSON") -> Any:
     """What a JSON file of a sensible size holds."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise SpecError(f"{path.name}: has {path.stat().st_size} bytes; expected at most {MOST_BYTES}")
+        found = path.stat()
+        # A pipe or a device may never end, or never begin.
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise SpecError(f"{path}: is a pipe or a device; expected {expected} in a file")
+        if found.st_size > MOST_BYTES:
+            raise SpecError(f"{path.name}: has {found.st_size} bytes; expected at most {MOST_BYTES}")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected {expected}") from None

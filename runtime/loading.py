@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm import utils
 from mlx_lm.models import gemma4, gemma4_text
 
-from ..codegen.checkpoint import INDEX, read_tensors
+from ..codegen.checkpoint import INDEX, SHARDS, read_tensors, refuse_special
 from ..codegen.config import FLAT, NESTED, read_config, read_file
 from ..codegen.errors import SpecError, listing, show
 from ..codegen.spec import Attention, Spec
@@ -108,6 +108,8 @@ def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | 
                 f"({', '.join(NESTED + FLAT)})"
             )
         quantization_modes(config)
+        for shard in folder.glob(SHARDS):
+            refuse_special(shard)
         changes = (model_config or {}) | _as_mlx_lm_reads_it(config)
         model, config = utils.load_model(folder, lazy=lazy, model_config=changes, get_model_classes=_classes)
     except SpecError as error:
@@ -139,7 +141,8 @@ def _absent_shards(folder: Path) -> list[str]:
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # mlx-lm does without an index too
-    return sorted(name for name in names if not (folder / name).is_file())
+    here = {path.name for path in folder.iterdir()}
+    return sorted(show(name)[1:-1] for name in names if isinstance(name, str) and name not in here)
 
 
 def _in(folder: Path, error: SpecError) -> str:

@@ -1,11 +1,13 @@
 """A checkpoint's tensors against its config: forms found in the wild pass, what is missing or left over is named."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -334,7 +336,31 @@ def index_without_a_map(folder: Path) -> str:
 
 def index_with_numbers(folder: Path) -> str:
     (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
-    return "model.safetensors.index.json: weight_map is an object; expected an object of tensor names and file names"
+    return 'model.safetensors.index.json: weight_map has 1 for "a"; expected a file name'
+
+
+def config_is_a_pipe(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    return f"{folder / 'config.json'}: is a pipe or a device; expected a Gemma 4 config.json in a file"
+
+
+def config_never_ends(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+    return f"{folder / 'config.json'}: is a pipe or a device; expected a Gemma 4 config.json in a file"
+
+
+def weights_are_a_pipe(folder: Path) -> str:
+    (folder / SHARD).unlink()
+    os.mkfifo(folder / SHARD)
+    return "model.safetensors: is a pipe or a device; expected a safetensors file"
+
+
+def two_files_disagree(folder: Path) -> str:
+    name = next(iter(shapes_of(D6)))
+    mx.save_safetensors(str(folder / "model-2.safetensors"), {name: mx.ones((3,))})
+    return f'model.safetensors: "{name}" is [97, 64], in another file [3]; expected it once'
 
 
 @pytest.mark.parametrize(
@@ -350,6 +376,10 @@ def index_with_numbers(folder: Path) -> str:
         index_is_no_json,
         index_without_a_map,
         index_with_numbers,
+        config_is_a_pipe,
+        config_never_ends,
+        weights_are_a_pipe,
+        two_files_disagree,
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], str]) -> None:

@@ -6,6 +6,7 @@ Rows of CASES: B01, B02, B03, B04, B05, B06, B14, B15, B16, B17, B18, B20, B23, 
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,6 +385,22 @@ def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
         "FOLDER: model-00002-of-00003.safetensors is absent; "
         "expected every file that model.safetensors.index.json names"
     )
+
+
+@pytest.mark.parametrize("shard", [5, "x" * 5000, "a\0b\n\x1b[31m", None])
+def test_an_index_of_odd_names(tmp_path: Path, shard: Any) -> None:
+    publish(tmp_path, toys.D6)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    message = refused(tmp_path)
+    assert message.isprintable() and len(message) < 300, message
+
+
+def test_weights_that_are_a_pipe(tmp_path: Path) -> None:
+    publish(tmp_path, toys.D6)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert refused(tmp_path) == "FOLDER: model.safetensors: is a pipe or a device; expected a safetensors file"
 
 
 def test_no_such_folder() -> None:

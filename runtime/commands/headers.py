@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...codegen.checkpoint import SHARDS
+from ...codegen.checkpoint import SHARDS, refuse_special
 from ...codegen.spec import Spec
 from ...codegen.tensors import canonical, expected_tensors, quantization_modes
 from ..errors import StraightlineError
@@ -31,15 +31,19 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def _read(path: Path) -> Iterator[tuple[str, Header]]:
+    refuse_special(path)
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > MOST_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             entries: dict[str, Any] = json.loads(file.read(length))
+        whole = path.stat().st_size - 8 - length
         for name, entry in entries.items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
+                if end > whole:
+                    raise ValueError(f"{whole} bytes of data, but {name[:60]!r} ends at {end}")
                 yield name, Header(str(entry["dtype"]), tuple(entry["shape"]), end - start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise StraightlineError(f"{path.name}: cannot be read ({error}); expected a safetensors file") from None
