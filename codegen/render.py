@@ -38,3 +38,5 @@ def render(plan: Plan) -> str:
         return environment().get_template("file.py.j2").render(plan=plan)
     except jinja2.TemplateError as error:
         raise SpecError(f"templates: {error.message}; expected only fields of the plan") from None
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise SpecError(f"templates: {error}; expected UTF-8 text, and only fields of the plan") from None

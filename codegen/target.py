@@ -46,7 +46,7 @@ def read_target(name: str) -> Target:
     names = target_names()
     if name not in names:
         raise SpecError(f"target {show(name)} is unknown; expected one of {', '.join(names)}")
-    path = SPECS / f"{name.replace('-', '_')}.toml"
+    path = SPECS / f"{check_name(name).replace('-', '_')}.toml"
     where = path.name
     try:
         stated = Fields(tomllib.loads(path.read_text(encoding="utf-8")), where)

@@ -49,6 +49,8 @@ def _remove_stale(folder: Path, names: Mapping[str, bytes]) -> None:
 
 
 def _holds(path: Path, data: bytes) -> bool:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return False  # a pipe: reading it would wait
     try:
         return path.read_bytes() == data
     except FileNotFoundError:

@@ -14,7 +14,7 @@ import pytest
 from test_checkpoint import SHARD, prefixed, save, shapes_of
 from toys import D6, nested
 
-from straightline.codegen import SpecError, driver, upstream
+from straightline.codegen import SpecError, driver, generate, upstream
 from straightline.codegen.__main__ import main
 from straightline.codegen.check import DIFF_LINES
 from straightline.codegen.target import Target, target_names
@@ -236,6 +236,27 @@ def test_an_error_in_one_target_leaves_all(generated: Path, command: Command, mo
     monkeypatch.setattr(driver, "rendered", fail_last)
     assert command() == (1, "", "error: templates: broken; expected whole\n")
     assert contents(generated) == before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [b"\xff\xfe", b"{{ 1 // 0 }}", b"{{ 1 + plan }}", b"{% include 'file.py.j2' %}", b"{{ plan.steps[999].x }}"],
+)
+def test_a_template_that_fails_in_any_way(template: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file.py.j2").write_bytes(template)
+    monkeypatch.setattr("straightline.codegen.render.TEMPLATES", tmp_path)
+    with pytest.raises(SpecError, match=r"^templates: .*; expected .*only fields of the plan$"):
+        generate(D6, "toy")
+
+
+def test_a_pipe_in_the_place_of_the_file_is_replaced(
+    generated: Path, command: Command, fresh: dict[str, bytes]
+) -> None:
+    path = generated / "gemma4_12b.py"
+    path.unlink()
+    os.mkfifo(path)
+    assert command("gemma4-12b")[0] == 0
+    assert path.read_bytes() == fresh["gemma4_12b.py"]
 
 
 def test_a_file_that_cannot_be_replaced_leaves_all(generated: Path, command: Command) -> None:
