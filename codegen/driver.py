@@ -3,6 +3,7 @@
 Everything is rendered before anything is written, so an error leaves generated/ as it was.
 """
 
+import shlex
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -68,7 +69,9 @@ def from_checkpoint(folder: Path, name: str, kv_config: Path | None = None) -> t
     notes = check_tensors(target.spec, read_tensors(folder), quantization_modes(config))
     beside = folder / "kv_config.json"
     if kv_config is None and beside.is_file():
-        notes += (f"{beside} is not used; to bake its quantized K/V caches, add --kv-config {beside}",)
+        notes += (
+            f"{beside} is not used; to bake its quantized K/V caches, add --kv-config {shlex.quote(str(beside))}",
+        )
     return target, notes
 
 

@@ -60,10 +60,15 @@ def test_the_module_runs_as_the_script_does() -> None:
         ["verify"],
         ["verify", "folder", "--layers", "4"],
         ["verify", "--random", "gemma4-e4b", "--steps", "0"],
+        ["verify", "--random", "gemma4-e4b", "--steps", "99999999999999999999"],
+        ["verify", "--random", "gemma4-e4b", "--seed", "-1"],
+        ["verify", "--random", "gemma4-e4b", "--seed", "99999999999999999999999"],
         ["show"],
         ["show", "gemma4-e4b", "--taps", "5,5"],
         ["taps", "folder"],
         ["taps", "folder", "--layers", "1", "--prompt-file", "f.txt", "--out", "f.bin"],
+        ["taps", "folder", "--layers", "1", "--prompt-file", "f.txt", "--out", "f.safetensors", "--shard-mb", "nan"],
+        ["taps", "folder", "--layers", "1", "--prompt-file", "f.txt", "--out", "f.safetensors", "--shard-mb", "inf"],
         ["taps", "folder", "--layers", "one", "--prompt-file", "f.txt", "--out", "f.safetensors"],
         ["kv-sensitivity", "folder", "--data", "f.txt", "--target-bits", "9"],
         ["kv-sensitivity", "folder", "--data", "f.txt", "--target-bits", "4", "--candidates", "4,5"],
@@ -84,6 +89,8 @@ def test_errors_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "gemma4-12b, gemma4-12b-optiq, gemma4-26b, gemma4-26b-optiq, gemma4-31b, gemma4-e2b, "
         "gemma4-e4b, gemma4-e4b-optiq\n"
     )
+    assert main(["explain", ""]) == 1
+    assert capsys.readouterr().err.startswith("error: : is no folder with a config.json; expected one, a hub id")
     assert main(["explain", folder_of(tmp_path, {"model_type": "llama"})]) == 1
     assert capsys.readouterr().err.startswith('error: config.json: model_type is "llama"; expected "gemma4" or')
     assert main(["verify", "--random", "gemma4-1b"]) == 1
@@ -172,6 +179,27 @@ def test_explain_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert any(line.startswith("  4-bit affine, groups of 64: ") for line in lines), lines
     assert any(line.startswith("  bfloat16: ") for line in lines), lines
     assert lines[lines.index("Calls") + 1].startswith("  every call  monolith  no generated file has the fingerprint ")
+
+
+def test_explain_a_folder_with_an_odd_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No escape sequence reaches the terminal, and the command can be pasted."""
+    folder = tmp_path / "my gemma"
+    checkpoints.publish(folder, toys.D6)
+    assert main(["explain", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"./regen.sh --from '{folder}' --name my-gemma" in out or "pip install" in out
+    odd = folder.rename(tmp_path / "my \x1b[31m gemma")
+    assert main(["explain", str(odd)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("'my \\x1b[31m gemma' (gemma4)\n") and "\x1b" not in out
+
+
+def test_explain_sees_a_shard_that_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints.publish(tmp_path, toys.D6)
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert main(["explain", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: model.safetensors: cannot be read (")
 
 
 def test_explain_says_what_is_wrong_with_the_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,8 @@ def test_memory_does_not_grow_with_the_prompts(checkpoint: Path, tmp_path: Path)
         ("p.jsonl", '{"text": 1}', 'p.jsonl: line 1: expected a string as "text", or a list as "tokens"'),
         ("p.jsonl", '{"tokens": [97]}', "p.jsonl: line 1 has the token 97; expected integers from 0 to 96"),
         ("p.jsonl", '{"tokens": [true]}', "p.jsonl: line 1 has the token True; expected integers from 0 to 96"),
+        ("p.jsonl", '{"text": "a\\ud800b"}', "p.jsonl: line 1: the text has half of a surrogate pair; expected whole"),
+        ("p.jsonl", "[" * 100_000, "p.jsonl: line 1 is nested too deeply; expected an object"),
         ("p.jsonl", '{"tokens": []}', "p.jsonl: line 1 has no tokens; expected one or more"),
     ],
 )

@@ -13,5 +13,8 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(written, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which
+        raise
     finally:
         written.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ Reads config.json, kv_config.json and the headers of safetensors files; loads no
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if (options.checkpoint is None) == (options.random is None):
         options.usage_error("name one CHECKPOINT, or --random NAME")
-    found = explanation(read_subject(options.checkpoint or options.random))
+    found = explanation(read_subject(options.random if options.checkpoint is None else options.checkpoint))
     print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
     return 0
 
@@ -78,8 +79,13 @@ def _command(subject: Subject) -> str:
     """What makes a file for an architecture that has none."""
     if any(find_spec(tool) is None for tool in TOOLS):
         return "pip install 'straightline[codegen]', then in Python: load(CHECKPOINT, generate=True)"
-    where = str(subject.folder) if subject.folder else "CHECKPOINT"
-    return f"in Python: load({where!r}, generate=True); in a checkout: ./regen.sh --from {where} --name my-gemma"
+    where = str(subject.folder)
+    if subject.folder is None or not where.isprintable():
+        where = "CHECKPOINT"
+    return (
+        f"in Python: load({where!r}, generate=True); in a checkout: "
+        f"./regen.sh --from {shlex.quote(where)} --name my-gemma"
+    )
 
 
 def _kernels() -> list[str]:

@@ -43,6 +43,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _from_json(line: str, where: str) -> Any:
     try:
         entry = json.loads(line)
+    except RecursionError:
+        raise StraightlineError(f"{where} is nested too deeply; expected an object") from None
     except ValueError as error:
         raise StraightlineError(f"{where} is not JSON ({error}); expected an object") from None
     if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
@@ -50,6 +52,8 @@ def _from_json(line: str, where: str) -> Any:
     found = entry.get("text", entry.get("tokens"))
     if not isinstance(found, str if "text" in entry else list):
         raise StraightlineError(f'{where}: expected a string as "text", or a list as "tokens"')
+    if isinstance(found, str) and not found.isascii() and any("\ud800" <= letter <= "\udfff" for letter in found):
+        raise StraightlineError(f"{where}: the text has half of a surrogate pair; expected whole characters")
     return found
 
 

@@ -102,8 +102,12 @@ class ShardFile:
         self._write(self.places[f"hidden.{layer}"] + row * self.layout.width * self.layout.itemsize, rows)
 
     def _write(self, place: int, data: bytes) -> None:
-        self.file.seek(place)
-        self.file.write(data)
+        try:
+            self.file.seek(place)
+            self.file.write(data)
+        except OSError as error:
+            error.filename = str(self.part)  # a full disk does not say which
+            raise
 
     def finish(self) -> None:
         self.file.flush()

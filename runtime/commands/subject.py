@@ -36,7 +36,7 @@ def read_subject(text: str) -> Subject:
     """A folder with a config.json, the name of a target, or a hub id whose config.json is then fetched."""
     folder = Path(text).expanduser()
     if (folder / CONFIG).is_file():
-        return read_folder(folder, folder.resolve().name)
+        return read_folder(folder, shown(folder.resolve().name))
     if text in target_names():
         return published(text)
     if folder.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
@@ -45,6 +45,11 @@ def read_subject(text: str) -> Subject:
             f"{', '.join(target_names())}"
         )
     return read_folder(_fetched(text), text)
+
+
+def shown(name: str) -> str:
+    """A folder's name as it is, or quoted if it holds what would not stay on its line."""
+    return name if name.isprintable() else repr(name)
 
 
 def read_folder(folder: Path, name: str) -> Subject:

@@ -19,6 +19,7 @@ from .show import indices
 from .tap_index import TapIndex
 
 HELP = "hidden states of many prompts into safetensors shards: training data for a drafter"
+MOST_MB = 1_000_000
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -34,8 +35,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.batch < 1 or options.chunk < 1 or options.shard_mb <= 0:
-        options.usage_error("--batch, --chunk and --shard-mb must be 1 or more")
+    if options.batch < 1 or options.chunk < 1 or not 0 < options.shard_mb <= MOST_MB:
+        options.usage_error(f"--batch and --chunk must be 1 or more, --shard-mb above 0 and at most {MOST_MB}")
     if options.out.suffix != ".safetensors":
         options.usage_error("--out must end in .safetensors")
     from ..loading import find_folder, load

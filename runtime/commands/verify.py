@@ -13,6 +13,10 @@ from .progress import progress
 HELP = "prove bit-equality on this machine, with a checkpoint or with random weights"
 
 
+SEEDS = 1 << 63  # some more are drawn by adding to it
+MOST_STEPS = 100_000
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a folder or a hub id: its own weights")
     parser.add_argument("--random", metavar="NAME", help="random weights of a published architecture: gemma4-e4b")
@@ -42,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
         options.usage_error("--layers, --dtype and --reduced go with --random; a checkpoint is verified as it is")
     if (options.steps is not None and options.steps < 1) or (options.layers is not None and options.layers < 2):
         options.usage_error("--steps must be 1 or more, and --layers 2 or more")
+    if not 0 <= options.seed < SEEDS or (options.steps or 0) > MOST_STEPS:
+        options.usage_error(f"--seed must be from 0 to {SEEDS - 1}, and --steps at most {MOST_STEPS}")
     from ..verification.cells import cell_count, cells
     from ..verification.control import spoil
     from ..verification.machine import describe
