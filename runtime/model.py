@@ -65,7 +65,7 @@ class Specialized(Watched):
         step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
         hook = no_tap if step is None else step
         # An edited stream has another input norm than the one that `decode` has worked out by then.
-        decode = route.decode if inputs.size == 1 and (tap is None or tap.edit is None) else None
+        decode = route.decode if inputs.size == 1 and (step is None or not step.edits) else None
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is not None and route.guard.maskless(cache):
@@ -128,7 +128,11 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        found = self._bound.files if self._bound is not None else ()
+        old = self._bound
+        found = old.files if old is not None else ()
+        # Let go of first: it may hold joined weights that are about to be joined anew.
+        del old
+        object.__setattr__(self, "_bound", None)
         bound = Bound(text_model(self), self._options, found)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
