@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
-from .bound import Bound, Options
+from .bound import Bound, Earlier, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .kv import quantizable
@@ -128,15 +128,14 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        old = self._bound
-        found = old.files if old is not None else ()
+        earlier = Earlier(self._bound.files, self._bound.decode_checked) if self._bound is not None else None
         # Let go of first: it may hold joined weights that are about to be joined anew.
-        del old
         object.__setattr__(self, "_bound", None)
-        bound = Bound(text_model(self), self._options, found)
+        bound = Bound(text_model(self), self._options, earlier)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
+        self.dispatch.decode_reason = bound.decode_reason
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
