@@ -18,7 +18,10 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Calls whose text arguments are, or become, messages to a user.
 RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported"}
 # Functions that return a message, or nothing.
-REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"}
+REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
+    "_check_decode",
+    "decode_refused",
+}
 # Seen only by whoever changes templates.
 FOR_PROGRAMMERS = {
     "templates: {} was given to the filter py; expected a plain literal",
@@ -128,6 +131,7 @@ def test_messages_are_found() -> None:
     assert "an integer from {} to {}" in found
     assert "rows of {} values; the kernel is for multiples of 8" in found
     assert "the default device is the CPU" in found
+    assert "its logits differ from those of forward at step {}" in found
 
 
 def test_troubleshooting_has_every_message() -> None:
