@@ -144,7 +144,7 @@ def read_config(config: object, where: str = "config.json") -> Spec:
                     "expected the same"
                 )
     outer.finish(IGNORED)
-    return _read_text(Fields(text, where))
+    return _read_text(Fields(text, where, name="text_config"))
 
 
 def read_arguments(arguments: object) -> Spec:

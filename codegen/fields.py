@@ -10,7 +10,8 @@ from .errors import SpecError, listing, show
 class Fields:
     """One JSON object of `where` (a file name). Each method takes a key once and returns a checked value."""
 
-    def __init__(self, values: object, where: str, path: str = "") -> None:
+    def __init__(self, values: object, where: str, path: str = "", name: str = "the top level") -> None:
+        self.name = path.rstrip(".") or name
         if not isinstance(values, Mapping):
             name = path.rstrip(".")
             raise SpecError(
@@ -83,6 +84,6 @@ class Fields:
             names = listing(sorted(map(show, left[:1000])), count=len(left))  # there may be a million
             noun, pronoun = ("this key", "it") if len(left) == 1 else ("these keys", "them")
             raise SpecError(
-                f"{self.where}: {self.path.rstrip('.') or 'the top level'} has {names}, unknown to straightline; "
+                f"{self.where}: {self.name} has {names}, unknown to straightline; "
                 f"expected a Gemma 4 config (if {noun} cannot change the text forward, remove {pronoun} from the file)"
             )

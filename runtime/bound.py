@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gemma4_text
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
+from .decode_check import decode_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
@@ -41,12 +43,20 @@ class Route(NamedTuple):
     sites: SimpleNamespace
 
 
+class Earlier(NamedTuple):
+    """What one binding passes on to the next: its files, and whether `decode` was found exact with them."""
+
+    files: tuple[ModuleType, ...]
+    decode_checked: bool
+
+
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
-    def __init__(self, text: nn.Module, options: Options, found: tuple[ModuleType, ...] = ()) -> None:
-        """found: the files that served last time, if any."""
+    def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
+        """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or ""."""
         file = options.module
+        found, self.decode_checked = earlier or Earlier((), False)
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -57,6 +67,7 @@ class Bound:
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
+        self.decode_reason = ""
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
@@ -68,6 +79,9 @@ class Bound:
             check_facts(text, spec)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
+            self.decode_reason = self._check_decode(text, spec.vocab_size)
+            if self.decode_reason:
+                self.routes = tuple(route._replace(decode=None) for route in self.routes)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
@@ -77,9 +91,21 @@ class Bound:
         return Route(
             CacheGuard(file.CACHES),
             file.forward,
-            file.decode if self.weights.one_token else None,
+            file.decode,
             SimpleNamespace(**dict(zip(sites, calls, strict=True))),
         )
+
+    def _check_decode(self, text: nn.Module, vocabulary: int) -> str:
+        if not self.weights.one_token:
+            return "projections that are joined have weights of several dtypes"
+        if self.decode_checked or not on_gpu():
+            return ""
+        plain = next((route for route in self.routes if not route.guard.quantized), None)
+        if plain is None or plain.decode is None:
+            return "a file with quantized caches alone cannot be checked at load"
+        reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
+        self.decode_checked = not reason
+        return reason
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -113,6 +139,11 @@ class Bound:
             reasons.append(reason)
         quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
         return None, reasons[-1 if quantized else 0]
+
+
+def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:
+    """mlx-lm's own, whatever the model was loaded to store K/V as."""
+    return lambda: list(gemma4_text.Model.make_cache(text))
 
 
 def mark(layer: Any) -> Any:

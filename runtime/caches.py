@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from .kv.layouts import LAYOUTS, mixed_layouts
+from .kv.sharing import owned
 
 # What a message names as expected: the usual cache of each kind in a generated file's CACHES.
 PLAIN = {"sliding": "RotatingKVCache", "full": "KVCache"}
@@ -53,6 +54,8 @@ class CacheGuard:
 
         Of caches that `refuse` has let through.
         """
+        if len(caches) != len(self.expected):
+            return False
         forms = tuple(map(self._form, caches))
         if forms not in self._maskless:
             if any(LAYOUTS[type(cache)][1] not in MASKLESS for cache in caches):
@@ -73,9 +76,10 @@ class CacheGuard:
         forms = tuple(map(self._form, caches))
         if forms in self._known:
             return ""
-        if len(caches) != len(self.expected):
+        own = owned(caches, len(self.expected))
+        if len(own) != len(self.expected):
             return f"cache has {len(caches)} entries, file expects {len(self.expected)}"
-        for index, (cache, (kind, _, *stored)) in enumerate(zip(caches, self.expected, strict=True)):
+        for index, (cache, (kind, _, *stored)) in enumerate(zip(own, self.expected, strict=True)):
             _, bits, group_size = cache_form(cache)
             if LAYOUTS.get(type(cache), ("",))[0] != kind or (bits is None) != (not stored):
                 return f"cache {index} is {type(cache).__name__}, file expects {(QUANTIZED if stored else PLAIN)[kind]}"
@@ -84,7 +88,7 @@ class CacheGuard:
                     f"cache {index} has {bits} bits in groups of {group_size}, "
                     f"file expects {stored[0]} in groups of {stored[1]}"
                 )
-        reason = mixed_layouts(caches)
+        reason = mixed_layouts(own)
         if not reason:
             self._known.add(forms)
         return reason

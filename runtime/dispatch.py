@@ -8,6 +8,7 @@ class Dispatch:
 
     reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
+    decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
     """
 
     def __init__(self, strict: bool) -> None:
@@ -17,6 +18,7 @@ class Dispatch:
         self.reasons: dict[str, int] = {}
         self.file: str | None = None
         self.reason = ""
+        self.decode_reason = ""
 
     def generated(self) -> None:
         self.counts["generated"] += 1

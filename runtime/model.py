@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
-from .bound import Bound, Options
+from .bound import Bound, Earlier, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .kv import quantizable
@@ -67,7 +67,7 @@ class Specialized(Watched):
         step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
         hook = no_tap if step is None else step
         # An edited stream has another input norm than the one that `decode` has worked out by then.
-        decode = route.decode if inputs.size == 1 and (tap is None or tap.edit is None) else None
+        decode = route.decode if inputs.size == 1 and (step is None or not step.edits) else None
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is not None and route.guard.maskless(cache):
@@ -130,11 +130,14 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        found = self._bound.files if self._bound is not None else ()
-        bound = Bound(text_model(self), self._options, found)
+        earlier = Earlier(self._bound.files, self._bound.decode_checked) if self._bound is not None else None
+        # Let go of first: it may hold joined weights that are about to be joined anew.
+        object.__setattr__(self, "_bound", None)
+        bound = Bound(text_model(self), self._options, earlier)
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
+        self.dispatch.decode_reason = bound.decode_reason
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -8,6 +8,8 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantiz
 from mlx_lm.models.gemma4_text import geglu, logit_softcap
 from mlx_lm.models.rope_utils import ProportionalRoPE
 
+from .evaluation import evaluate
+
 __all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quantized_attention", "scaled_add"]
 
 
@@ -20,4 +22,6 @@ def scaled_add(x: mx.array, y: mx.array, scale: mx.array) -> mx.array:
 def proportional_freqs(*, dims: int, rotated: int, base: float, factor: float) -> mx.array:
     """float32 [dims / 2]: the monolith's own array of proportional RoPE, infinite where nothing turns."""
     freqs: mx.array = ProportionalRoPE(dims, rotated, base=base, factor=factor)._freqs
+    # Left lazy, it would belong to the thread that imports the file, and a bind in another would fail.
+    evaluate(freqs)
     return freqs

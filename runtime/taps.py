@@ -47,6 +47,11 @@ class HiddenTap:
         self.edit = edit
         self.captured: dict[int, mx.array] = {}
 
+    @property
+    def edits(self) -> bool:
+        """Whether another stream may go on than came in: by `edit`, or in a subclass's own way."""
+        return self.edit is not None or type(self).__call__ is not HiddenTap.__call__
+
     def begin(self, sentinel: int, length: int) -> "HiddenTap":
         """Called at the start of a forward of `length` tokens: the tap for that forward, with nothing captured yet.
 

@@ -96,7 +96,7 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
         for index, (layer, slots) in enumerate(zip(layers, file.LAYER_WEIGHTS, strict=True))
     ]
     weights.one_token = all(_in_one_row(parts, text) for parts in groups)
-    # Constants baked at import are evaluated here: left lazy, they belong to the stream of the importing thread.
+    # Constants baked at import, should that have been inside a trace of mx.compile.
     evaluate([value for value in vars(file).values() if isinstance(value, mx.array)])
     return weights
 

@@ -11,4 +11,5 @@ if [ $# -eq 0 ]; then
   for folder in codegen templates generated runtime; do ln -sfn "$PWD/$folder" ".venv/typed/straightline/$folder"; done
   MYPYPATH=.venv/typed .venv/bin/mypy -p straightline.codegen -p straightline.runtime
 fi
-exec .venv/bin/python -m pytest "$@"
+# Two at a time: the tests are many and small, and most of MLX on a CPU is one thread.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"

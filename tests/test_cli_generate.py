@@ -106,7 +106,7 @@ def test_quantized_caches(folders: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert reasons and all("cache 0 is QuantizedRingCache, file expects" in line for line in reasons), reasons
     entries = [{"layer_idx": layer, "bits": 8, "group_size": 64} for layer in range(3)]
     (tmp_path / "kv.json").write_text(json.dumps(entries))
-    assert main([*arguments, "--kv-config", str(tmp_path / "kv.json")]) == 0
+    assert main([*arguments, "--kernels", "--kv-config", str(tmp_path / "kv.json")]) == 0
     assert capsys.readouterr().out == by_flag.out
     (tmp_path / "kv.json").write_text(json.dumps([*entries, entries[0]]))
     assert main([*arguments, "--kv-config", str(tmp_path / "kv.json")]) == 1

@@ -60,6 +60,10 @@ REFUSED: list[tuple[Any, str]] = [
         'text_config.model_type is "llama"; expected "gemma4_text" or "gemma4_unified_text"',
     ),
     (nested(D6) | {"vocab_size": 98}, "vocab_size is 98 outside text_config and 97 inside; expected the same"),
+    (
+        {**nested(D6), "text_config": nested(D6)["text_config"] | {"surprise": 1}},
+        f'text_config has "surprise", {UNKNOWN}from the file)',
+    ),
     (nested(D6) | {"surprise": 1}, f'the top level has "surprise", {UNKNOWN}from the file)'),
     (
         without(D6, "num_kv_shared_layers", "hidden_size_per_layer_input", "use_double_wide_mlp"),

@@ -196,11 +196,12 @@ def test_real_drift_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A copy of the installed mlx-lm with its router changed, as mlx-lm's main branch has."""
     found = find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations
-    copied = tmp_path / "mlx_lm" / "models"
-    shutil.copytree(Path(found.submodule_search_locations[0]) / "models", copied)
+    package = tmp_path / "mlx_lm"
+    shutil.copytree(found.submodule_search_locations[0], package, ignore=shutil.ignore_patterns("__pycache__"))
+    copied = package / "models"
     source = (copied / "gemma4_text.py").read_text()
     (copied / "gemma4_text.py").write_text(source.replace("mx.softmax(top_k_weights", "mx.softmax(1 * top_k_weights"))
-    install(copied.parent, monkeypatch)
+    install(package, monkeypatch)
     assert upstream.drift() == (
         "mlx_lm/models/gemma4_text.py: Router.__call__ changed in mlx-lm 0.33.0; "
         "review templates/experts.py.j2, then ./regen.sh --accept-upstream",

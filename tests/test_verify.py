@@ -770,7 +770,7 @@ def test_an_import_out_of_place_is_found_though_it_is_narrowed(name: str, place:
     moved = lines[place]
     assert moved.startswith(("import mlx", "from straightline.runtime"))
     row = lines.index(f"LAYERS = {len(plan.steps)}\n") + 1
-    shifted = lines[: row - 1] + [moved] + lines[row - 1 :]
+    shifted = [*lines[: row - 1], moved, *lines[row - 1 :]]
     shifted.remove(moved)
     with pytest.raises(SpecError, match=f"line {row - 1} column 1: an import stands here; expected a docstring"):
         verify("".join(shifted), plan)

@@ -54,7 +54,7 @@ def _caches(spec: Spec, kv_config: list[dict[str, int]] | None) -> Iterator[tupl
     name = "its kv_config.json"
     if kv_config is None:
         found = published_kv_config(spec)
-        name, kv_config = found if found else ("all 4 bits", uniform_kv_config(spec, 4))
+        name, kv_config = found if found else ("all 4 bits", uniform_kv_config(spec, 4, _group(spec)))
     stored = stored_as(spec, kv_config)
     if stored.kv:
         yield f"quantized caches ({name})", caches_of(stored)

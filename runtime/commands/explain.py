@@ -121,7 +121,8 @@ def _file_lines(found: dict[str, Any]) -> list[str]:
     if found["files"]:
         return table([(one["name"], _place(GeneratedFile(**one)), one["path"]) for one in found["files"]])
     count = len(found["differences"])
-    close = [f"  none; {found['nearest']} comes closest, with {count} fact{'s' if count > 1 else ''} that differ:"]
+    facts = "1 fact that differs" if count == 1 else f"{count} facts that differ"
+    close = [f"  none; {found['nearest']} comes closest, with {facts}:"]
     return [*close, *(f"    {line}" for line in found["differences"]), f"  to make one: {found['command']}"]
 
 

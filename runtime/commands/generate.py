@@ -1,4 +1,4 @@
-"""mlx_lm.generate on a specialized model. Every flag is mlx-lm's, but for --kv-config (auto, or a file)."""
+"""mlx_lm.generate on a specialized model. Every flag is mlx-lm's, but for --kv-config and --kernels."""
 
 from .loader import specialized, split
 

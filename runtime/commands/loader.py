@@ -17,25 +17,27 @@ from ..errors import StraightlineError
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line says that concerns caches. draft: speculation, so that caches have to roll back."""
+    """What the command line says that concerns us. draft: speculation, so that caches have to roll back."""
 
     kv_config: str | None
+    kernels: bool
     model: str | None
     draft: str | None
     draft_tokens: int
 
 
 def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
-    """Our own flag taken out of the arguments; mlx-lm's read, and left in."""
+    """Our own flags taken out of the arguments; mlx-lm's read, and left in."""
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     own.add_argument("--kv-config")
+    own.add_argument("--kernels", action="store_true")
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
     peek.add_argument("--model")
     peek.add_argument("--draft-model")
     peek.add_argument("--num-draft-tokens", type=int, default=3)
     mine, rest = own.parse_known_args(arguments)
     theirs, _ = peek.parse_known_args(rest)
-    return Wishes(mine.kv_config, theirs.model, theirs.draft_model, theirs.num_draft_tokens), rest
+    return Wishes(mine.kv_config, mine.kernels, theirs.model, theirs.draft_model, theirs.num_draft_tokens), rest
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Loader:
         if not _is_gemma(folder):
             return self.plain(path_or_hf_repo, *arguments, **named)
         is_draft = path_or_hf_repo == self.wishes.draft
-        loaded = load(path_or_hf_repo, *arguments, **named, kv_config=None if is_draft else _read(self.wishes))
+        kv_config = None if is_draft else _read(self.wishes)
+        loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
         model = loaded[0]
         if self.wishes.draft is not None:
             from ...codegen.config import read_arguments

@@ -14,12 +14,18 @@ from .growing import GrowingKVCache
 from .quantized import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache
 from .ring import RotatingKVCache
 from .rollback import DEPTH, SlidingRollbackCache
+from .sharing import SharedCache
 
 MOST_DEPTH = 4096
 
 
 def make_cache(
-    model: Any, kv_config: list[dict[str, int]] | None = None, rollback: bool = False, *, depth: int = DEPTH
+    model: Any,
+    kv_config: list[dict[str, int]] | None = None,
+    rollback: bool = False,
+    *,
+    depth: int = DEPTH,
+    every_layer: bool = False,
 ) -> list[Any]:
     """The cache list to pass to a model: one for each layer that owns keys and values.
 
@@ -28,6 +34,8 @@ def make_cache(
         out, and layers of 0 bits, store keys and values as they are. None: what the model was loaded with, else plain.
     rollback: every cache takes back up to `depth` tokens behind the furthest one it has seen, at any time and exactly
         (`trim(n)`, or mlx-lm's trim_prompt_cache). Costs 2 * depth - 1 rows more in each sliding layer.
+    every_layer: stand-ins for the layers that share as well. mlx-lm's speculative decoding takes the target's and the
+        draft's caches in one list and splits it at the number of the target's layers.
 
     Raises StraightlineError for a kv_config that does not fit the model, saying where, what, and what instead.
     """
@@ -37,7 +45,13 @@ def make_cache(
         raise StraightlineError(f"make_cache: depth is {depth!r}; expected an integer from 1 to {MOST_DEPTH}")
     if not hasattr(model, "make_cache"):
         raise StraightlineError(f"make_cache: model is a {type(model).__name__}; expected an mlx-lm Gemma 4 model")
-    if kv_config is None and not rollback:
+    caches = _make_cache(model, kv_config, depth if rollback else 0)
+    return caches + [SharedCache() for _ in range(len(model.layers) - len(caches))] if every_layer else caches
+
+
+def _make_cache(model: Any, kv_config: list[dict[str, int]] | None, depth: int) -> list[Any]:
+    """A depth of 0 is no rollback."""
+    if kv_config is None and not depth:
         return quantizable(model.make_cache())
     own = getattr(model, "_storage", None)  # what the model was loaded with
     if kv_config is None and own is not None:
@@ -47,7 +61,7 @@ def make_cache(
         storage = read_kv_config(kv_config, spec, "kv_config")
     except SpecError as error:
         raise StraightlineError(f"make_cache: {error}") from None
-    return caches_of(spec.with_kv(storage), depth if rollback else 0)
+    return caches_of(spec.with_kv(storage), depth)
 
 
 def caches_of(spec: Spec, depth: int = 0) -> list[Any]:

@@ -102,6 +102,7 @@ def _proof(
     facts = facts | {
         "fingerprint": spec.architecture,
         "files": named,
+        "one token": model.dispatch.decode_reason or "by decode",
         "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
         f"{size_in_gb(oracle):.2f} GB",
     }

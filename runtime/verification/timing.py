@@ -45,6 +45,7 @@ class Race:
         states = [state for state, _ in report().values()]
         self.facts = {
             "specialize": f"{seconds:.1f} s",
+            "one token": self.model.dispatch.decode_reason or "by decode",
             "fused sites": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
         }
 

@@ -1,0 +1,61 @@
+"""Does `decode` give the bits of `forward` here? Asked once a model on a GPU, before the first token goes through it.
+
+On the CPU the tests have answered. The parts of `decode` are checked one by one where they are chosen (fused sites,
+joined projections); this is the whole, on the model's own weights.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .evaluation import evaluate
+from .taps import no_tap
+
+PROMPT = 5
+STEPS = 2
+
+
+def on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def decode_refused(
+    weights: Any,
+    forward: Callable[..., mx.array],
+    decode: Callable[..., mx.array],
+    sites: Any,
+    make_caches: Callable[[], list[Any]],
+    vocabulary: int,
+) -> str:
+    """Why `decode` is not to be used; empty if its logits and caches are those of `forward`, byte for byte."""
+    ours, theirs = make_caches(), make_caches()
+    ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
+    try:
+        for caches in (ours, theirs):
+            if not evaluate(forward(weights, ids, caches, no_tap)):
+                return "nothing can be compared inside mx.compile"
+        for step in range(STEPS):
+            token = ids[:, step : step + 1]
+            found = decode(weights, sites, token, ours, no_tap)
+            expected = forward(weights, token, theirs, no_tap)
+            if not _same(found, expected):
+                return f"its logits differ from those of forward at step {step}"
+            for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+                if not all(map(_same, _arrays(mine), _arrays(other))):
+                    return f"it leaves another cache {index} than forward at step {step}"
+    except (RuntimeError, ValueError) as error:
+        return f"it fails here: {error}"
+    return ""
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    keys, values = cache.keys_and_values()
+    return [keys, values]
+
+
+def _same(found: mx.array, expected: mx.array) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    unsigned = mx.uint32 if expected.dtype.size == 4 else mx.uint16
+    return bool(mx.array_equal(mx.contiguous(found).view(unsigned), mx.contiguous(expected).view(unsigned)).item())

@@ -1,0 +1,79 @@
+"""What is asked of `decode` on a GPU before it serves: run on the CPU here, with and without planted faults."""
+
+import types
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from comparing import FOUR_BIT, assert_same, file_of
+from toys import D6, E6, M6, SHAPES, build, tokens
+
+from straightline.runtime import specialize
+
+MODELS = {"D6": D6, "M6": M6, "E6": E6, **SHAPES}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("straightline.runtime.bound.on_gpu", lambda: True)
+
+
+def with_decode(file: types.ModuleType, decode: Any) -> types.ModuleType:
+    copy = types.ModuleType(file.__name__)
+    copy.__dict__.update(vars(file), decode=decode)
+    return copy
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_as_good_as_forward(name: str) -> None:
+    model = specialize(build(MODELS[name], quantize=FOUR_BIT), file_of(MODELS[name]), strict=True)
+    assert model.dispatch.decode_reason == ""
+    assert all(route.decode is not None for route in model._bound.routes)
+
+
+def wrong_logits(decode: Any) -> Any:
+    return lambda w, s, ids, caches, tap: decode(w, s, ids, caches, tap) * 1.0000001
+
+
+def wrong_cache(decode: Any) -> Any:
+    def changed(w: Any, s: Any, ids: Any, caches: Any, tap: Any) -> Any:
+        logits = decode(w, s, ids, caches, tap)
+        caches[3].keys = caches[3].keys * 1.0000001
+        return logits
+
+    return changed
+
+
+def failing(decode: Any) -> Any:
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("no kernel for that")
+
+    return fails
+
+
+FAULTS = {
+    wrong_logits: "its logits differ from those of forward at step 0",
+    wrong_cache: "it leaves another cache 3 than forward at step 0",
+    failing: "it fails here: no kernel for that",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_turns_it_off_and_forward_serves(fault: Any) -> None:
+    file = file_of(D6)
+    model = specialize(build(D6), with_decode(file, fault(file.decode)), strict=True)
+    assert model.dispatch.decode_reason == FAULTS[fault]
+    caches, others = model.make_cache(), model.make_cache()
+    for length in (6, 1, 1):
+        assert_same(model(tokens(1, length), caches), model.monolith(tokens(1, length), others), "logits")
+    assert model.dispatch.counts == {"generated": 3, "monolith": 0}
+
+
+def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, calls = file_of(D6), []
+    counted = with_decode(file, lambda *arguments: calls.append(1) or file.decode(*arguments))
+    model = specialize(build(D6), counted, strict=True)
+    asked = len(calls)
+    model.layers[0].layer_scalar = mx.array([0.5])
+    model(tokens(1, 4))
+    assert asked == len(calls) == 2
