@@ -5,7 +5,6 @@ Keyed by fingerprint and by what rendered them, so that a new version of straigh
 
 import hashlib
 import os
-import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import ModuleType
 from platformdirs import user_cache_path
 
 from ..codegen.spec import Spec
+from .atomic import write_text
 from .errors import StraightlineError
 from .registry import load_generated
 
@@ -77,18 +77,9 @@ def make_user_file(spec: Spec) -> ModuleType:
     source = source_of(spec_target(spec, f"gemma4-{spec.fingerprint}"))
     path = user_file(spec)
     try:
-        _write(path, source)
+        write_text(path, source)
     except OSError as error:
         raise StraightlineError(
             f"{path.parent}: cannot be written ({error.strerror}); set STRAIGHTLINE_CACHE to a folder that can"
         ) from None
     return load_generated(path)
-
-
-def _write(path: Path, source: str) -> None:
-    """In one step, so that nobody ever sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-        written = Path(folder) / path.name
-        written.write_text(source, encoding="utf-8")
-        os.replace(written, path)

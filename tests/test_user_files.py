@@ -114,10 +114,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_disk_that_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails leaves nothing behind."""
 
-    def full(self: Path, *arguments: Any, **named: Any) -> int:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("os.fsync", full)
     model = specialize(toys.build(CONFIG), generate=True)
     assert model.dispatch.reason.startswith(f"{folder}: cannot be written (No space left on device); set ")
     assert list(folder.iterdir()) == []

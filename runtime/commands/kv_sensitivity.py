@@ -13,7 +13,7 @@ from typing import Any
 
 from ...codegen.kv import BITS, GROUP_SIZES, read_kv_config, uniform_kv_config
 from ...codegen.spec import Attention, Spec
-from .atomic import write_text
+from ..atomic import write_text
 from .heatmap import heatmap
 from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits

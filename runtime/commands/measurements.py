@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..atomic import write_text
 from ..errors import StraightlineError
-from .atomic import write_text
 
 
 class Measurements:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...codegen.config import read_json
+from ..atomic import write_text
 from ..errors import StraightlineError
-from .atomic import write_text
 from .drawing import drawing
 from .picture import headline, rows
 from .subject import read_subject, stored_as

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...codegen.config import read_file
 from ...codegen.errors import show
+from ..atomic import write_text
 from ..errors import StraightlineError
-from .atomic import write_text
 from .shards import FORMAT, Shard
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..atomic import write_text
 from ..user_files import cache_folder
-from .files import write_atomically
 from .program import Program
 
 SWITCH = "STRAIGHTLINE_KERNELS"
@@ -62,7 +62,7 @@ def _include(program: Program) -> str:
         return f"\n{program.text}\n"
     try:
         if not path.is_file() or path.read_text() != program.text:
-            write_atomically(path, program.text)
+            write_text(path, program.text)
     except OSError:
         return f"\n{program.text}\n"
     return f'#include "{path}"\n'

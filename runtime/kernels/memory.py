@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any
 
+from ..atomic import write_text
 from ..user_files import cache_folder
 from .backends import Backend
-from .files import locked, write_atomically
+from .lock import locked
 from .program import Program
 
 FORMAT = 1
@@ -75,7 +76,7 @@ def remember(key: str, finding: Finding | None, about: dict[str, str]) -> None:
             findings.pop(key, None)
             if finding is not None:
                 findings[key] = asdict(finding) | about
-            write_atomically(path, json.dumps({"format": FORMAT, "findings": findings}, indent=1) + "\n")
+            write_text(path, json.dumps({"format": FORMAT, "findings": findings}, indent=1) + "\n")
     except OSError:
         pass
 

@@ -1,23 +1,8 @@
-"""Files of the cache folder that several processes may write at once."""
+"""A lock on a file of the cache folder, for processes that read it, change it and write it back."""
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text or nothing, for whoever reads it meanwhile. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(file.name)
-        raise
 
 
 @contextmanager

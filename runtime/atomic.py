@@ -1,12 +1,14 @@
 """Files written in one step, so that nobody ever sees half a file, whatever is killed."""
 
 import os
+import threading
 from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
+    """The whole text or nothing, for whoever reads the file meanwhile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.{os.getpid()}.part")
+    written = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         with written.open("w", encoding="utf-8") as file:
             file.write(text)
