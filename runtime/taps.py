@@ -11,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import StraightlineError
+from .evaluation import start
 
 Tap = Callable[[int, mx.array], mx.array]
+LONG = 256  # tokens of a call from which their rows are worth the dispatch that frees them early
 
 
 class HiddenTap:
@@ -100,7 +102,7 @@ class TapRecorder(HiddenTap):
     def __init__(self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None) -> None:
         super().__init__(layers, position, edit)
         self.steps: list[dict[int, mx.array]] = []
-        self._tokens: dict[int, dict[int, mx.array]] = {}
+        self._thread = threading.local()
 
     def begin(self, sentinel: int, length: int) -> HiddenTap:
         """Each forward gets a tap of its own, so that threads do not mix rows and one that fails leaves none."""
@@ -113,13 +115,9 @@ class TapRecorder(HiddenTap):
         dispatch of its own. They are started with the thread's next forward, which finds them done. A chunk of a prompt
         is asked for its caches only, so its rows are started at once.
         """
-        thread = threading.get_ident()
-        started = list(self._tokens.pop(thread, {}).values())
-        if length == 1:
-            self._tokens[thread] = rows
-        else:
-            started += rows.values()
-        mx.async_eval(*started)  # type: ignore[no-untyped-call]
+        earlier = getattr(self._thread, "token", {})
+        self._thread.token = rows if length == 1 else {}
+        start([*earlier.values(), *(() if length == 1 else rows.values())])
         self.captured = rows
         self.steps.append(rows)
 
@@ -152,8 +150,12 @@ def _row(value: mx.array, position: int) -> mx.array:
     length = value.shape[1]
     if length == 1:
         return value
-    start = position % length
-    return mx.contiguous(value[:, start : start + 1])
+    at = position % length
+    row = mx.contiguous(value[:, at : at + 1])
+    if length >= LONG:
+        # Left to the end of the forward, it would keep the rows of all tokens until then.
+        start(row)
+    return row
 
 
 def no_tap(index: int, value: Any) -> Any:

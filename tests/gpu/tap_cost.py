@@ -221,7 +221,7 @@ class Side:
 
 
 def decode(model: Any, layers: tuple[int, ...], vocabulary: int, options: argparse.Namespace) -> list[str]:
-    """Rounds that take turns, each with another side first. Each side's rate over that of its base in the same round."""
+    """Rounds that take turns, each with another side first; rates over those of the base in the same rounds."""
     prompt = ids_of(options.context, vocabulary)
     token = mx.array([[23 % vocabulary]])
     recorders: list[TapRecorder] = []
@@ -295,7 +295,7 @@ def line(name: str, side: Side, base: Side, options: argparse.Namespace) -> str:
     print(
         f"{name:<26} {statistics.median(side.rates):7.1f} tok/s (best {max(side.rates):.1f}); x{median:.4f} "
         f"[{q25:.4f}-{q75:.4f}] of {'itself' if side is base else 'its base'}, best over best "
-        f"x{max(side.rates) / max(base.rates):.4f}; {SECOND * times:+.0f} us a token, {SECOND * build:+.0f} us to build",
+        f"x{max(side.rates) / max(base.rates):.4f}; {SECOND * times:+.0f} us a token, {SECOND * build:+.0f} to build",
         flush=True,
     )
     slow = median < 0.99 and "again" not in name
@@ -315,12 +315,12 @@ def greedy(logits: mx.array) -> mx.array:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--toy", action="store_true", help="a small model in the shape of E4B (needs the codegen extra)")
+    parser.add_argument("--toy", action="store_true", help="a small model, shaped as E4B (needs the codegen extra)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--kernels", action="store_true", help="with fused kernels (some 45 s more to compile them)")
     parser.add_argument("--tokens", type=int, default=40, help="of a round (default: %(default)s)")
     parser.add_argument("--context", type=int, default=600, help="tokens before (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=40, help="of decoding; 8 rounds at least (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=40, help="of decoding, or 8 rounds (default: %(default)s)")
     parser.add_argument("--most-seconds", type=float, default=55, help="of decoding (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the memory part (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk there (default: %(default)s)")
