@@ -11,8 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ..errors import StraightlineError
-from .make import make_cache
-from .ring import RotatingKVCache
+from .make import make_cache, quantizable
 from .rollback import DEPTH
 
 KEY = "straightline_fingerprint"
@@ -58,7 +57,7 @@ def load_cache(
                 f"{path.name}: cache {index} is {describe(cache)}; expected {describe(wanted)}, "
                 "by the kv_config, rollback and depth that load_cache was called with"
             )
-    return [_quantizable(cache) for cache in caches]
+    return quantizable(caches)
 
 
 def describe(cache: Any) -> str:
@@ -66,10 +65,6 @@ def describe(cache: Any) -> str:
     names = ("bits", "group_size", "max_size", "window", "depth")
     numbers = ", ".join(f"{name}={getattr(cache, name)}" for name in names if hasattr(cache, name))
     return f"{type(cache).__name__}({numbers})"
-
-
-def _quantizable(cache: Any) -> Any:
-    return RotatingKVCache.from_state(cache.state) if type(cache) is mlx_lm_cache.RotatingKVCache else cache
 
 
 def _fingerprint(model: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import StraightlineError
-from .growing import GrowingKVCache
+from .growing import GrowingKVCache, KVCache
 from .quantized import (
     BatchQuantizedGrowingCache,
     BatchQuantizedRingCache,
@@ -26,6 +26,7 @@ LAYOUTS: dict[type, tuple[str, str]] = {
     SlidingRollbackCache: ("sliding", "rollback"),
     QuantizedRollbackCache: ("sliding", "rollback"),
     mlx_lm_cache.KVCache: ("full", "growing"),
+    KVCache: ("full", "growing"),
     GrowingKVCache: ("full", "growing"),
     mlx_lm_cache.QuantizedKVCache: ("full", "growing"),
     QuantizedGrowingCache: ("full", "growing"),

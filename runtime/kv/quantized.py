@@ -17,6 +17,10 @@ from .rollback import SlidingRollbackCache
 
 Rows = tuple[mx.array, mx.array, mx.array]
 
+# On CUDA, MLX 0.32 multiplies by packed rows only where they lie without gaps between the heads, and raises "No
+# implementation for problem shape" for the slice of an allocation. The other backends take both, without a copy.
+NO_GAPS = mx.cuda.is_available()
+
 
 class _Quantized(_BaseCache):  # type: ignore[misc]
     """What all of them do. mlx-lm's attention knows a quantized cache by its `bits` and `group_size`."""
@@ -46,6 +50,8 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
         k0, v0 = packed.update_and_fetch(k[0], v[0])
         k1, v1 = scales.update_and_fetch(k[1], v[1])
         k2, v2 = biases.update_and_fetch(k[2], v[2])
+        if NO_GAPS and k0 is not packed.keys:
+            k0, k1, k2, v0, v1, v2 = map(mx.contiguous, (k0, k1, k2, v0, v1, v2))
         return (k0, k1, k2), (v0, v1, v2)
 
     def keys_and_values(self) -> tuple[Rows, Rows]:
@@ -104,7 +110,7 @@ class _Solo(_Quantized):
         values = _quantize(plain.values, bits, group_size)
         parts = []
         for index in range(3):
-            part = plain.__class__.__new__(plain.__class__)
+            part = cls.layout.__new__(cls.layout)
             part.__dict__.update(plain.__dict__, keys=keys[index], values=values[index])
             parts.append(part)
         cache = cls.__new__(cls)
