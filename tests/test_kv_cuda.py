@@ -9,11 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import toys
 from comparing import assert_same
 from kv_reference import random_rows
 
-from straightline.runtime import make_cache, specialize
 from straightline.runtime.kv import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache, quantized
 
 WINDOW = 300  # more than the 256 rows by which allocations grow
@@ -42,11 +40,9 @@ def test_packed_rows_have_no_gaps_where_mlx_takes_none(name: str, monkeypatch: p
     rng = np.random.default_rng(0)
     had_gaps = False
     for length in LENGTHS:
-        rows = (
-            [mx.repeat(one, 2, axis=0) for one in random_rows(rng, length)]
-            if "batch" in name
-            else random_rows(rng, length)
-        )
+        rows: Any = random_rows(rng, length)
+        if name.startswith("batch"):
+            rows = [mx.repeat(one, 2, axis=0) for one in rows]
         monkeypatch.setattr(quantized, "NO_GAPS", False)
         expected = usual.update_and_fetch(*rows)
         monkeypatch.setattr(quantized, "NO_GAPS", True)
