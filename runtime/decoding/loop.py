@@ -62,10 +62,15 @@ def generate_step(
     tokens = one_prompt(prompt)
     if type(max_tokens) is not int or max_tokens < -1:
         raise StraightlineError(f"max_tokens is {max_tokens!r}; expected a whole number, or -1 for no limit")
-    if type(steps) is not int or steps < 1:
-        raise StraightlineError(f"steps is {steps!r}; expected a whole number from 1")
-    if type(prefill_step_size) is not int or prefill_step_size < 1:
-        raise StraightlineError(f"prefill_step_size is {prefill_step_size!r}; expected a whole number from 1")
+    for name, value in (("steps", steps), ("prefill_step_size", prefill_step_size)):
+        if type(value) is not int or value < 1:
+            raise StraightlineError(f"{name} is {value!r}; expected a whole number from 1")
+    if sampler is not None and not callable(sampler):
+        raise StraightlineError(f"sampler is {sampler!r}; expected a function of log-probabilities")
+    if not all(map(callable, logits_processors or [])):
+        raise StraightlineError(
+            f"logits_processors is {logits_processors!r}; expected a list of functions of tokens and logits"
+        )
     own = prompt_cache is None
     loop = _Loop(
         model=model,
@@ -86,7 +91,7 @@ def one_prompt(prompt: Any) -> mx.array:
     try:
         tokens = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     except (TypeError, ValueError):
-        raise StraightlineError(f"prompt is a {type(prompt).__name__}; expected token ids") from None
+        raise StraightlineError(f"prompt is {type(prompt).__name__}; expected token ids") from None
     if tokens.size == 0:
         raise StraightlineError("the prompt has no tokens; expected one or more")
     if tokens.ndim != 1:
