@@ -7,6 +7,7 @@ from typing import Any
 
 from ...codegen.kv import uniform_kv_config
 from ...codegen.spec import Spec
+from ..kv.device import packing
 from .files import GeneratedFile
 from .subject import published_kv_config, stored_as
 
@@ -81,5 +82,5 @@ def _asked(what: str, caches: Any, guards: list[tuple[str, Any]]) -> Call:
         if not reason:
             return Call(what, "generated", name, "")
         reasons.append(reason)
-    quantized = isinstance(caches, list) and any(hasattr(one, "bits") for one in caches)
+    quantized = isinstance(caches, list) and any(packing(one)[0] for one in caches)
     return Call(what, "monolith", "", reasons[-1 if quantized else 0])

@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ..errors import StraightlineError
+from .device import packing
 from .make import make_cache, quantizable
 from .rollback import DEPTH
 
@@ -62,9 +63,10 @@ def load_cache(
 
 def describe(cache: Any) -> str:
     """Class and numbers of a cache, e.g. "QuantizedRingCache(bits=4, group_size=64, max_size=1024)"."""
-    names = ("bits", "group_size", "max_size", "window", "depth")
-    numbers = ", ".join(f"{name}={getattr(cache, name)}" for name in names if hasattr(cache, name))
-    return f"{type(cache).__name__}({numbers})"
+    bits, group_size = packing(cache)
+    packed = {} if bits is None else {"bits": bits, "group_size": group_size}
+    sizes = {name: getattr(cache, name) for name in ("max_size", "window", "depth") if hasattr(cache, name)}
+    return f"{type(cache).__name__}({', '.join(f'{name}={value}' for name, value in (packed | sizes).items())})"
 
 
 def _fingerprint(model: Any) -> str:
