@@ -7,7 +7,6 @@ from typing import Any
 
 from ...codegen.kv import uniform_kv_config
 from ...codegen.spec import Spec
-from ..kv.device import packing
 from .files import GeneratedFile
 from .subject import published_kv_config, stored_as
 
@@ -76,6 +75,8 @@ def _batch(caches: list[Any]) -> list[Any]:
 
 
 def _asked(what: str, caches: Any, guards: list[tuple[str, Any]]) -> Call:
+    from ..kv.device import packing
+
     reasons = []
     for name, guard in guards:
         reason = guard.refuse(caches)
