@@ -54,16 +54,16 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
         k1, v1 = scales.update_and_fetch(k[1], v[1])
         k2, v2 = biases.update_and_fetch(k[2], v[2])
         if PLAIN_ROWS:
-            return mx.dequantize(k0, k1, k2, group_size, bits), mx.dequantize(v0, v1, v2, group_size, bits)
+            return self._plain(k0, k1, k2), self._plain(v0, v1, v2)
         return (k0, k1, k2), (v0, v1, v2)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """All rows, handed out as by update_and_fetch."""
         keys, values = zip(*(part.keys_and_values() for part in self.parts), strict=True)
-        if PLAIN_ROWS:
-            bits, group_size = self.stored.bits, self.stored.group_size
-            return mx.dequantize(*keys, group_size, bits), mx.dequantize(*values, group_size, bits)
-        return keys, values
+        return (self._plain(*keys), self._plain(*values)) if PLAIN_ROWS else (keys, values)
+
+    def _plain(self, packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return mx.dequantize(packed, scales, biases, self.stored.group_size, self.stored.bits)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return self.parts[0].make_mask(*args, **kwargs)
