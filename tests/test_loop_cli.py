@@ -123,7 +123,7 @@ def test_a_draft_model_has_mlx_lms_loop(
 ) -> None:
     arguments = ["generate", "--model", str(folders / "dense"), *PROMPT, "--draft-model", str(folders / "shared")]
     assert main(arguments) == 0
-    assert "straightline: with a draft model, mlx-lm's own loop runs\n" in capsys.readouterr().err
+    assert "straightline generate: with a draft model, mlx-lm's own loop runs\n" in capsys.readouterr().err
     assert not used
 
 
