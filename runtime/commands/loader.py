@@ -42,10 +42,14 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
 
 @dataclass
 class Loader:
-    """Called as mlx-lm's `load`. A model that is not Gemma 4 (a draft model, say) loads as usual."""
+    """Called as mlx-lm's `load`. A model that is not Gemma 4 (a draft model, say) loads as usual.
+
+    draft: the draft model of the models that are loaded next; mlx-lm loads the target before it.
+    """
 
     plain: Callable[..., Any]
     wishes: Wishes
+    draft: str | None
     served: list[tuple[str, Dispatch]] = field(default_factory=list)
 
     def __call__(self, path_or_hf_repo: str, *arguments: Any, **named: Any) -> Any:
@@ -56,22 +60,28 @@ class Loader:
         folder = find_folder(path_or_hf_repo, named.get("revision"))
         if not _is_gemma(folder):
             return self.plain(path_or_hf_repo, *arguments, **named)
-        is_draft = path_or_hf_repo == self.wishes.draft
+        is_draft = path_or_hf_repo == self.draft and not named  # mlx-lm names arguments for the target only
         kv_config = None if is_draft else _read(self.wishes)
         loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
         model = loaded[0]
-        if self.wishes.draft is not None:
+        if self.draft is not None:
             from ...codegen.config import read_arguments
 
             # mlx-lm's rings cannot take tokens back once they are full, and it would not say so.
             spec = model._storage[0] if model._storage else read_arguments(text_model(model).args)
-            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 1))
+            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 2))
         self.served.append((path_or_hf_repo, model.dispatch))
         return loaded
 
     def report(self) -> list[str]:
         """Which path served the calls of each model, and why."""
         return [line for name, dispatch in self.served for line in _report(name, dispatch)]
+
+
+def rolls_back(model: Any) -> bool:
+    """Whether the caches of a model take tokens back, as a Loader has it for speculation."""
+    storage = getattr(model, "_storage", None)
+    return storage is not None and storage[1] > 0
 
 
 def _is_gemma(folder: Path) -> bool:
@@ -100,7 +110,7 @@ def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
 def specialized(module: str, wishes: Wishes, arguments: list[str]) -> Iterator[Any]:
     """mlx-lm's module with its `load` replaced and the arguments in place; both as before at the end."""
     program: Any = import_module(module)
-    loader = Loader(program.load, wishes)
+    loader = Loader(program.load, wishes, wishes.draft)
     before = sys.argv
     program.load = loader
     sys.argv = [f"straightline {module.rpartition('.')[2].replace('server', 'serve')}", *arguments]
