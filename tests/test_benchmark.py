@@ -279,8 +279,8 @@ def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
     found = Bench(dense, Plan(3, 40, 8, 4.0), False, "exact", 1e9)
     rows = found.rows(Cell(12))
-    assert rounds[:2] == [1, 1] and set(rounds[2:]) == {14}  # 3 seconds in ten rounds of two sides
-    assert rows[0].rounds == 11
+    assert rounds[:2] == [1, 1] and set(rounds[2:]) == {9}  # 3 seconds in 16 rounds of two sides
+    assert rows[0].rounds == 17
     rounds.clear()
     found = Bench(dense, Plan(3, 40, 8, 0.01), False, "exact", 1e9)
     assert found.rows(Cell(12))[0].rounds == 3 and set(rounds) == {1}
