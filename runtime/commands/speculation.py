@@ -4,18 +4,16 @@ Of mlx-lm 0.32.2, three things go wrong there. It gives the target the first len
 K/V have none; it keeps caches under more tokens than they have seen; it takes back more tokens than rings can give.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from ..errors import StraightlineError
 from ..kv import QuantizedRollbackCache, SlidingRollbackCache, make_cache
-from .loader import Loader, rolls_back
+from .loader import rolls_back
 
 
-def prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+def every_layer(model: Any, max_kv_size: int | None = None) -> list[Any]:
     """As mlx-lm's, with one cache for each layer where the model takes part in speculation."""
     if rolls_back(model):
         return make_cache(model, every_layer=True)
@@ -59,22 +57,3 @@ def _take_back(caches: list[Any], count: int) -> None:
         if count and not cache.is_trimmable():
             raise StraightlineError(type(cache).__name__)
         cache.trim(count)
-
-
-@contextmanager
-def speculation(program: Any) -> Iterator[None]:
-    """mlx_lm.server, its `load` a Loader, with these in place."""
-    loader: Loader = program.load
-
-    class Provider(program.ModelProvider):  # type: ignore[misc]
-        def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-            loader.draft = draft_model_path
-            super()._load(model_path, adapter_path, draft_model_path)
-
-    ours = {"ModelProvider": Provider, "LRUPromptCache": KeptCaches, "make_prompt_cache": prompt_cache}
-    before = {name: getattr(program, name) for name in ours}
-    try:
-        vars(program).update(ours)
-        yield
-    finally:
-        vars(program).update(before)
