@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_argument("--width", type=indices, default=(1,), metavar="L,..", help="tokens a call (default: 1)")
     cells.add_argument("--prefill", type=indices, default=(), metavar="N,..", help="prompts of so many tokens as well")
     cells.add_argument("--taps", type=indices, default=(), metavar="I,..", help="hidden states to keep in every cell")
+    cells.add_argument("--loop", action="store_true", help="generation at each context, by each side's own loop, too")
     cells.add_argument("--suite", action="store_true", help="the standard set, after these")
     kv = parser.add_mutually_exclusive_group()
     kv.add_argument("--kv-config", metavar="FILE", help="how K/V are stored; auto: as the checkpoint says")
@@ -61,9 +62,10 @@ def run(options: argparse.Namespace) -> int:
         pair = from_random(options.random, options.reduced, options.bits or "4", wish)
     taps = options.taps
     contexts = options.context or (() if options.prefill or options.suite else (CONTEXT,))
-    cells = grid(contexts, options.batch, options.width, options.prefill, taps)
+    cells = grid(contexts, options.batch, options.width, options.prefill, taps, options.loop)
     if options.suite:
-        cells += suite(taps or suite_taps(pair.spec.sentinel))
+        standard = suite(taps or suite_taps(pair.spec.sentinel))
+        cells += [cell for cell in standard if not cell.loop or pair.kv_config is None]
     rate, how = bandwidth()
     head = describe(None) | pair.facts | {"bandwidth": f"{rate / 1e9:.1f} GB/s, {how}"}
     if any(cell.taps for cell in cells):
@@ -97,6 +99,8 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error("name one CHECKPOINT, or --random NAME")
     if options.checkpoint and (options.reduced is not None or options.bits):
         options.usage_error("--reduced and --bits go with --random; a checkpoint is timed as it is")
+    if options.loop and (options.kv_config or options.kv_bits):
+        options.usage_error("--loop goes with plain K/V; mlx-lm's loop has no others for sliding layers")
     numbers = [*(options.context or ()), *options.batch, *options.width, *options.prefill]
     numbers += [options.tokens, options.rounds, 1 if options.steps is None else options.steps]
     if min(numbers) < 1:

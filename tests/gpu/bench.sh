@@ -34,11 +34,11 @@ suite() { # the flags of the standard set, if it is wanted
 for name in "$@"; do
   # shellcheck disable=SC2046
   case $name in
-    e4b) bench e4b 165 --random gemma4-e4b --context 600 $(suite) ;;
-    12b) bench 12b 150 --random gemma4-12b --context 1100 $(suite) ;;
-    26b) bench 26b 60 --random gemma4-26b --context 1100 --rounds 12 ;;
-    31b) bench 31b 60 --random gemma4-31b --context 1100 --rounds 12 ;;
-    e2b) bench e2b 40 --random gemma4-e2b --context 600 --rounds 12 ;;
+    e4b) bench e4b 165 --random gemma4-e4b --context 600 --loop $(suite) ;;
+    12b) bench 12b 150 --random gemma4-12b --context 1100 --loop $(suite) ;;
+    26b) bench 26b 60 --random gemma4-26b --context 1100 --loop --rounds 12 ;;
+    31b) bench 31b 60 --random gemma4-31b --context 1100 --loop --rounds 12 ;;
+    e2b) bench e2b 40 --random gemma4-e2b --context 600 --loop --rounds 12 ;;
     e4b-8bit) bench e4b-8bit 35 --random gemma4-e4b --bits 8 --context 600 --width 1,4 --seconds 3 ;;
     e4b-mixed) bench e4b-mixed 30 --random gemma4-e4b --bits mixed --context 600 --width 1,4 --seconds 3 ;;
     *) echo "$name: expected some of e4b 12b 26b 31b e2b e4b-8bit e4b-mixed" ;;
