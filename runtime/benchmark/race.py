@@ -73,9 +73,8 @@ class Bench:
         mine, base = seconds[side.name], seconds[self.sides[0].name]
         tries = SINGLE if self.plan.seconds is None else max(3, min(SINGLE, int(0.1 * self.plan.seconds / mine[0])))
         parts = list(islice(calls.parts(side), tries))
-        tokens, read = row.cell.tokens, (
-            None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
-        )
+        tokens = row.cell.tokens
+        read = None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
         counted = not row.departs or self.by_choice
         return replace(
             row,

@@ -48,36 +48,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    from ..benchmark import chart, report
-    from ..benchmark.cells import grid, suite, suite_taps
+    from ..benchmark import report
     from ..benchmark.measures import bandwidth
-    from ..benchmark.models import Wish, from_checkpoint, from_random
     from ..benchmark.race import Bench, Plan
     from ..verification.machine import describe
 
-    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier)
-    if options.checkpoint:
-        pair = from_checkpoint(options.checkpoint, wish)
-    else:
-        pair = from_random(options.random, options.reduced, options.bits or "4", wish)
-    taps = options.taps
-    contexts = options.context or (() if options.prefill or options.suite else (CONTEXT,))
-    cells = grid(contexts, options.batch, options.width, options.prefill, taps, options.loop)
-    if options.suite:
-        standard = suite(taps or suite_taps(pair.spec.sentinel))
-        cells += [cell for cell in standard if not cell.loop or pair.kv_config is None]
+    head = describe(None)
+    if not options.json:
+        _show(head)
+    pair = _pair(options)
+    cells = _cells(options, pair)
     rate, how = bandwidth()
-    head = describe(None) | pair.facts | {"bandwidth": f"{rate / 1e9:.1f} GB/s, {how}"}
-    if any(cell.taps for cell in cells):
-        head["taps"] = ", ".join(map(str, next(cell.taps for cell in cells if cell.taps)))
+    facts = pair.facts | {"bandwidth": f"{rate / 1e9:.1f} GB/s, {how}"}
+    tapped = next((cell.taps for cell in cells if cell.taps), ())
+    if tapped:
+        facts["taps"] = ", ".join(map(str, tapped))
+    if not options.json:
+        _show(facts)
+        print("\n".join(["", *report.head()]), flush=True)
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
     bench = Bench(pair, Plan(steps, options.tokens, options.rounds, seconds), options.forward, options.tier, rate)
     rows: list[Any] = []
     with progress(len(cells), "cell", quiet=options.json) as bar:
-        if not options.json:
-            print("\n".join(f"{key:<12} {value}" for key, value in head.items()) + "\n", flush=True)
-            print("\n".join(report.head()), flush=True)
         for cell in cells:
             found = bench.rows(cell)
             rows += found
@@ -86,12 +79,45 @@ def run(options: argparse.Namespace) -> int:
                 bar.write("\n".join(report.lines(found)), file=sys.stdout)
                 sys.stdout.flush()
     if options.json:
-        print(json.dumps({"machine": head, "rows": [row.plain() for row in rows]}, indent=1))
+        print(json.dumps({"machine": head | facts, "rows": [row.plain() for row in rows]}, indent=1))
     if options.svg is not None:
         from ..atomic import write_text
+        from ..benchmark.chart import chart
 
-        write_text(options.svg, chart.chart(f"{pair.facts['model']} beside mlx-lm", head["device"], rows))
+        write_text(options.svg, chart(f"{pair.facts['model']} beside mlx-lm", _caption(options), rows))
     return 1 if any(row.problem or (row.departs and not row.by_choice) for row in rows) else 0
+
+
+def _pair(options: argparse.Namespace) -> Any:
+    from ..benchmark.models import Wish, from_checkpoint, from_random
+
+    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier)
+    if options.checkpoint:
+        return from_checkpoint(options.checkpoint, wish)
+    return from_random(options.random, options.reduced, options.bits or "4", wish)
+
+
+def _cells(options: argparse.Namespace, pair: Any) -> list[Any]:
+    from ..benchmark.cells import grid, suite, suite_taps
+
+    contexts = options.context or (() if options.prefill or options.suite else (CONTEXT,))
+    cells = grid(contexts, options.batch, options.width, options.prefill, options.taps, options.loop)
+    if options.suite:
+        standard = suite(options.taps or suite_taps(pair.spec.sentinel))
+        # mlx-lm's loop has plain K/V only.
+        cells += [cell for cell in standard if not cell.loop or pair.kv_config is None]
+    return cells
+
+
+def _caption(options: argparse.Namespace) -> str:
+    import mlx.core as mx
+
+    device = mx.device_info().get("device_name", str(mx.default_device()))
+    return f"{device}, {options.tier} tier: mlx-lm's time over ours, median of the rounds, whiskers the quartiles"
+
+
+def _show(facts: dict[str, str]) -> None:
+    print("\n".join(f"{key:<12} {value}" for key, value in facts.items()), flush=True)
 
 
 def _check(options: argparse.Namespace) -> None:
