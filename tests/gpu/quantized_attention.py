@@ -5,9 +5,10 @@
     python3 tests/gpu/quantized_attention.py --parts products,attention,decode --ways "contiguous,folded" --limit 600
 
 Parts, one line a cell. `one token` runs q @ K^T for one token where two heads share each KV head, over rows laid out
-as a cache hands them out. `decode` times whole attentions at one token. `products` and `attention` are many more shapes;
-on CUDA they need kernels that MLX compiles for half a minute each, anew in every process. A cell says `ok`, the largest
-error against float64 (relative to the largest number; 1e+00 is wrong) and the time; or the error that MLX raised.
+as a cache hands them out. `packing` quantizes and dequantizes, a slice too. `decode` times whole attentions at one
+token. `products` and `attention` are many more shapes; on CUDA they need kernels that MLX compiles for half a minute
+each, anew in every process. A cell says `ok`, the largest error against float64 (relative to the largest number;
+1e+00 is wrong) and the time; or the error that MLX raised.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--limit", type=float, default=18, help="seconds for each part, then the next")
     parser.add_argument("--toy", action="store_true", help="short rows, for a CPU")
-    parser.add_argument("--parts", default="one token,decode", help="also: products, attention")
+    parser.add_argument("--parts", default="one token,packing,decode", help="also: products, attention")
     parser.add_argument("--ways", default=f"{FAST},{PLAIN}", help=f"of {', '.join(WAYS)} (default: %(default)s)")
     options = parser.parse_args(arguments)
     for key, value in describe(None).items():
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     ways = tuple(options.ways.split(","))
     parts = {
         "one token": one_token,
+        "packing": packing,
         "products": products,
         "attention": partial(attention, ways),
         "decode": partial(decode, ways),
@@ -84,6 +86,34 @@ def one_token(toy: bool) -> Iterator[str]:
         for tokens in (200,) if toy else (912, 1024):
             for layout in LAYOUTS:
                 yield line("q @ K^T", kind, layout, (4, 64), (1,), tokens)
+
+
+def packing(toy: bool) -> Iterator[str]:
+    """Every packing, of a whole and of a slice: against float64 from the same codes, scales and biases."""
+    for bits, group in PACKINGS:
+        head = f"{bits} bits of {group:<3} "
+        try:
+            rows = mx.random.normal((2, 4, 64 if toy else 512, 256)).astype(mx.bfloat16)
+            packed = mx.quantize(rows, group, bits)
+            whole = mx.dequantize(*packed, group, bits)
+            some = mx.dequantize(*(part[:, :, 3:-5] for part in packed), group, bits)
+            mx.eval(whole, some)
+            error = apart(whole, unpacked(packed, bits, group))
+            lost = apart(whole, float64(rows))
+            same = mx.array_equal(some, whole[:, :, 3:-5]).item()
+        except Exception as error:
+            yield head + short(error)
+            continue
+        yield f"{head}ok {error:.0e}; {lost:.0e} from what was packed; a slice is {'the same' if same else 'WRONG'}"
+
+
+def unpacked(packed: Any, bits: int, group: int) -> np.ndarray[Any, Any]:
+    """float64 of the codes, which lie one after another from the lowest bit of the first word."""
+    words = np.array(packed[0])
+    flat = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
+    codes = (flat * (1 << np.arange(bits))).sum(-1).astype(np.float64)
+    scales, biases = (np.repeat(float64(part), group, axis=-1) for part in packed[1:])
+    return codes * scales + biases
 
 
 def products(toy: bool) -> Iterator[str]:
