@@ -122,6 +122,89 @@ def test_quantized_caches(folders: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"error: {folders / 'shared'}: {expected}"
 
 
+def test_another_family_runs_as_usual_and_that_is_said(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(folders / "llama")
+    arguments = ["--model", str(folders / "llama"), *PROMPT]
+    expected = plain(capsys, monkeypatch, *arguments)
+    assert main(["generate", *arguments]) == 0
+    found = capsys.readouterr()
+    said = f'straightline: {folders / "llama"}: model_type is "llama", not Gemma 4; mlx-lm\'s own code runs it'
+    assert found.out == expected and said in found.err.splitlines() and reports_in(found.err) == []
+
+
+def test_newer_layouts_load_here_too(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What mlx-lm's own loader does not understand, although its program adds a key of its own to the config."""
+    config = DENSE | {"global_head_dim": 128}
+    checkpoints.publish(tmp_path, config)
+    load(tmp_path, generate=True)
+    assert main(["generate", "--model", str(tmp_path), *PROMPT]) == 0
+    expected = capsys.readouterr().out
+    text = json.loads((tmp_path / "config.json").read_text())
+    heads = {"head_dim": text["text_config"].pop("global_head_dim"), "num_key_value_heads": 1}
+    full = [index for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    text["text_config"]["per_layer_config"] = {f"{index:02}": heads for index in full}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert main(["generate", "--model", str(tmp_path), *PROMPT]) == 0
+    found = capsys.readouterr()
+    assert found.out == expected and ", 0 by mlx-lm's code" in found.err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "FOLDER/config.json: cannot be read (No such file or dire"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: is not JSON ("),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "gemma9"}'),
+            "PROGRAM: Model type gemma9 not supported.",
+        ),
+        (
+            lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
+            "FOLDER: has no tokenizer; expected tokenizer.json beside config.json",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "FOLDER: has neither model*.safetensors nor model.safetensors.index.json; expected the weights beside",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"),
+            "FOLDER: model.safetensors: cannot be read (",
+        ),
+    ],
+    ids=["no config", "damaged config", "unknown family", "no tokenizer", "no weights", "damaged weights"],
+)
+@pytest.mark.parametrize("program", ["generate", "serve"])
+def test_what_cannot_be_loaded_is_said_in_one_sentence(
+    folders: Path, tmp_path: Path, program: str, spoil: Any, message: str
+) -> None:
+    checkpoints.publish(tmp_path, DENSE)
+    spoil(tmp_path)
+    command = [sys.executable, "-m", "straightline.runtime", program, "--model", str(tmp_path)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = ["--port", str(port)] if program == "serve" else ["--prompt", "Hello"]
+    ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    found = line.removeprefix("error: ").replace(str(tmp_path), "FOLDER").replace("mlx_lm.generate", "PROGRAM")
+    assert found.replace("mlx_lm.server", "PROGRAM").startswith(message), line
+
+
+def test_a_port_that_is_taken(folders: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "straightline.runtime", "serve", "--model", str(folders / "shared")]
+        more = ["--port", str(taken.getsockname()[1])]
+        ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    said = "error: serve: it cannot listen there (Address already in use); choose another --host or --port"
+    assert said in ran.stderr.splitlines() and ran.returncode != 0
+
+
 def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program: Any = importlib.import_module("mlx_lm.generate")
     before = program.load, sys.argv

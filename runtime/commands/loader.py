@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...codegen.config import FLAT, NESTED, read_file, read_json
-from ...codegen.errors import SpecError
+from ...codegen.errors import SpecError, show
 from ..dispatch import Dispatch
 from ..errors import StraightlineError
 
@@ -58,8 +58,12 @@ class Loader:
         from ..model import text_model
 
         folder = find_folder(path_or_hf_repo, named.get("revision"))
-        if not _is_gemma(folder):
-            return self.plain(path_or_hf_repo, *arguments, **named)
+        kind = _model_type(folder)
+        if kind not in NESTED + FLAT:
+            loaded = self.plain(path_or_hf_repo, *arguments, **named)
+            about = f"model_type is {show(kind)}, not Gemma 4; mlx-lm's own code runs it"
+            print(f"straightline: {path_or_hf_repo}: {about}", file=sys.stderr)
+            return loaded
         is_draft = path_or_hf_repo == self.draft and not named  # mlx-lm names arguments for the target only
         kv_config = None if is_draft else _read(self.wishes)
         loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
@@ -84,9 +88,9 @@ def rolls_back(model: Any) -> bool:
     return storage is not None and storage[1] > 0
 
 
-def _is_gemma(folder: Path) -> bool:
+def _model_type(folder: Path) -> Any:
     try:
-        return read_file(folder / "config.json").get("model_type") in NESTED + FLAT
+        return read_file(folder / "config.json").get("model_type")
     except SpecError as error:
         raise StraightlineError(str(error)) from None
 

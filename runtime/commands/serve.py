@@ -40,9 +40,10 @@ def _adapted(program: Any) -> Iterator[None]:
         def load_default(self) -> None:
             try:
                 super().load_default()
-            except StraightlineError as error:
+            except Exception as error:
                 # In a thread, whose end would leave a server that answers nothing.
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                said = error if isinstance(error, StraightlineError) else f"mlx_lm.server: {error}"
+                print(f"error: {said}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     class Generator(program.ResponseGenerator):  # type: ignore[misc]
