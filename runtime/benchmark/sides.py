@@ -6,7 +6,7 @@ Each side fills and owns its caches, as its users' code would make them.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from ..taps import HiddenTap, no_tap
 from .cells import CHUNK
 from .models import Pair
 
-MLX_LM, FORWARD, STRAIGHTLINE = "mlx-lm", "forward", "straightline"
+MLX_LM, CONTROL, FORWARD, STRAIGHTLINE = "mlx-lm", "mlx-lm again", "forward", "straightline"
 Call = Callable[[mx.array, list[Any], HiddenTap | None], mx.array]
 Loop = Callable[[mx.array, int], Iterator[tuple[int, mx.array]]]
 
@@ -38,8 +38,11 @@ class Side:
     loop: Loop | None = None
 
 
-def sides(pair: Pair, forward: bool) -> list[Side]:
-    """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included."""
+def sides(pair: Pair, forward: bool = False, control: bool = False) -> list[Side]:
+    """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included.
+
+    control: mlx-lm a second time.
+    """
     model, oracle = pair.model, pair.oracle
     found = [
         Side(
@@ -49,6 +52,8 @@ def sides(pair: Pair, forward: bool) -> list[Side]:
             lambda prompt, count: generate_step(prompt, oracle, max_tokens=count),
         )
     ]
+    if control:
+        found.append(replace(found[0], name=CONTROL))
     if forward:
         found.append(Side(FORWARD, _forward(model), lambda: make_cache(model, pair.kv_config)))
     found.append(

@@ -38,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="with fused kernels of straightline's own")
     parser.add_argument("--tier", choices=("exact", "fast"), default="exact", help="fast: bits may differ")
     parser.add_argument("--forward", action="store_true", help="the entry for any width as a third side")
+    parser.add_argument("--control", action="store_true", help="mlx-lm twice: what is noise on this machine")
     parser.add_argument("--steps", type=int, metavar="N", help="calls compared first (default: 64, suite 16)")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="calls of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of each side (default: %(default)s)")
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from ..benchmark import report
     from ..benchmark.measures import bandwidth
     from ..benchmark.race import Bench, Plan
+    from ..benchmark.sides import sides
     from ..verification.machine import describe
 
     head = describe(None)
@@ -68,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(["", *report.head()]), flush=True)
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
-    bench = Bench(pair, Plan(steps, options.tokens, options.rounds, seconds), options.forward, options.tier, rate)
+    plan = Plan(steps, options.tokens, options.rounds, seconds)
+    bench = Bench(pair, plan, sides(pair, options.forward, options.control), options.tier, rate)
     rows: list[Any] = []
     with progress(len(cells), "cell", quiet=options.json) as bar:
         for cell in cells:
