@@ -145,8 +145,8 @@ def memory(model: Any, layers: tuple[int, ...], text: dict[str, Any], options: a
                 held = max(one for _, one in found)
                 more = peaks[0] - least
                 print(
-                    f"{path}, {how.__name__}, {name}: peak {mb(peaks[0])} at least, median {mb(statistics.median(peaks))}, "
-                    f"{mb(peaks[-1])} at most; least {mb(more)} more ({more / whole:.3f} of the rows); "
+                    f"{path}, {how.__name__}, {name}: peak {mb(peaks[0])} at least, "
+                    f"median {mb(statistics.median(peaks))}, {mb(peaks[-1])} at most; least {mb(more)} more ({more / whole:.3f} of the rows); "
                     f"rows kept hold {mb(held)}",
                     flush=True,
                 )
@@ -261,7 +261,7 @@ def decode(model: Any, layers: tuple[int, ...], vocabulary: int, options: argpar
         return call
 
     def recorded(run: Any) -> Call:
-        """What happens inside `model.tapped`: one recorder keeps the rows of all forwards, and nobody evaluates them."""
+        """What happens inside `model.tapped`: one recorder keeps the rows of all forwards, none evaluated."""
         caches = filled(model, prompt)
         recorder = TapRecorder(layers)
         return lambda ids: (run(ids, cache=caches, tap=recorder), {})
