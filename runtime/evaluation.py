@@ -1,26 +1,19 @@
 """Evaluating arrays of a model, where a trace of mx.compile may be under way."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
+from .handover import wait_for_handover
+
 
 def evaluate(arrays: Any) -> bool:
-    """mx.eval; False inside mx.compile, where nothing has a value yet."""
-    return _outside_traces(mx.eval, arrays)
-
-
-def start(arrays: Any) -> bool:
-    """mx.async_eval; False inside mx.compile."""
-    return _outside_traces(mx.async_eval, arrays)
-
-
-def _outside_traces(call: Callable[..., Any], arrays: Any) -> bool:
+    """mx.eval, at a time when no other thread does; False inside mx.compile, where nothing has a value yet."""
+    wait_for_handover()
     try:
-        call(arrays)
+        mx.eval(arrays)
     except ValueError as error:
-        if "transformation" not in str(error):
+        if "function transformations" not in str(error):
             raise
         return False
     return True
