@@ -144,9 +144,10 @@ def memory(model: Any, layers: tuple[int, ...], text: dict[str, Any], options: a
                 peaks = sorted(peak for peak, _ in found)
                 held = max(one for _, one in found)
                 more = peaks[0] - least
+                median = statistics.median(peaks)
                 print(
-                    f"{path}, {how.__name__}, {name}: peak {mb(peaks[0])} at least, "
-                    f"median {mb(statistics.median(peaks))}, {mb(peaks[-1])} at most; least {mb(more)} more ({more / whole:.3f} of the rows); "
+                    f"{path}, {how.__name__}, {name}: peak {mb(peaks[0])} at least, median {mb(median)}, "
+                    f"{mb(peaks[-1])} at most; least {mb(more)} more ({more / whole:.3f} of the rows); "
                     f"rows kept hold {mb(held)}",
                     flush=True,
                 )
