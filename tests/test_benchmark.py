@@ -291,6 +291,16 @@ def test_the_control_is_mlx_lm_once_more(dense: Pair) -> None:
     assert rows[0].primitives == rows[1].primitives and rows[1].departs == ""
 
 
+def test_the_overlapped_loop_is_a_side_of_loops_only(dense: Pair) -> None:
+    found = Bench(dense, SHORT, sides(dense, overlapped=True), "exact", 1e9)
+    assert [(row.side, row.departs) for row in found.rows(Cell(12, loop=True))] == [
+        ("mlx-lm", ""),
+        ("straightline", ""),
+        ("overlapped", ""),
+    ]
+    assert [row.side for row in found.rows(Cell(12))] == ["mlx-lm", "straightline"]
+
+
 def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
     now = [0.0]
     rounds: list[int] = []

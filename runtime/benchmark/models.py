@@ -13,11 +13,12 @@ from ...codegen.config import read_arguments, read_json
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
 from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..decode_check import on_gpu
 from ..errors import StraightlineError
 from ..kernels import report
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
-from ..verification.proof import _on_gpu, _render
+from ..verification.proof import _render
 from ..verification.random_model import build, size_in_gb
 from ..verification.smaller import reduced
 
@@ -62,8 +63,8 @@ def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
     Raises StraightlineError if a file has to be rendered and cannot be.
     """
     subject = published(name)
-    reduce = not _on_gpu() if reduce is None else reduce
-    dtype = mx.float32 if reduce and not _on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
+    reduce = not on_gpu() if reduce is None else reduce
+    dtype = mx.float32 if reduce and not on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
     config = reduced(subject.config) if reduce else subject.config
     kv_config = _kv_config(subject, wish)
     file = _render(config, kv_config) if reduce else None

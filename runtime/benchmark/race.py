@@ -58,7 +58,7 @@ class Bench:
 
     def _rows(self, cell: Cell) -> list[Row]:
         calls = self._calls(cell)
-        sides = [side for side in self.sides if side.loop or not cell.loop]
+        sides = [side for side in self.sides if side.takes(cell)]
         started = time.perf_counter()
         departs, compared = self._compare(calls, sides)
         seconds = self._rounds(calls, sides, started)

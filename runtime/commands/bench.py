@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from ..benchmark.measures import bandwidth
     from ..benchmark.race import Bench, Plan
     from ..benchmark.sides import sides
+    from ..decode_check import on_gpu
     from ..verification.machine import describe
 
     head = describe(None)
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
     plan = Plan(steps, options.tokens, options.rounds, seconds)
-    bench = Bench(pair, plan, sides(pair, options.forward, options.control), options.tier, rate)
+    bench = Bench(pair, plan, sides(pair, options.forward, options.control, on_gpu()), options.tier, rate)
     rows: list[Any] = []
     with progress(len(cells), "cell", quiet=options.json) as bar:
         for cell in cells:
