@@ -54,7 +54,7 @@ class Specialized(Watched):
         route, lease = None, None
         if not reason:
             lease = lease_of(cache)
-            route = lease and bound.owner(lease)
+            route = None if lease is None else bound.owner(lease)
             if route is None:
                 lease = None
                 route, reason = bound.route(cache)
@@ -80,6 +80,7 @@ class Specialized(Watched):
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
             logits = route.forward(bound.weights, inputs, cache, hook)
         elif lease is not None:
+            assert route.in_place is not None
             slots, calls = lease.begin(route.in_place)
             logits = decode(bound.weights, calls, inputs, slots, hook)
             lease.end(logits)
@@ -144,7 +145,7 @@ class Specialized(Watched):
 
     def _bind(self) -> Bound:
         last = self._bound
-        earlier = last and Earlier(last.files, last.decode_checked, last.in_place_checked)
+        earlier = None if last is None else Earlier(last.files, last.decode_checked, last.in_place_checked)
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
         bound = Bound(text_model(self), self._options, earlier)
