@@ -5,9 +5,10 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 
 from .attention import Attention
 from .gates import Geglu, PerLayerGate
+from .into import QKVRopeInto
 from .matvec import QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
-from .resolve import report, resolve, resolve_all
+from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
 from .site import Site
 
@@ -17,10 +18,12 @@ __all__ = [
     "Geglu",
     "PerLayerGate",
     "QKVRope",
+    "QKVRopeInto",
     "QuantizedMatvec",
     "ResidualNorms",
     "Site",
     "report",
     "resolve",
     "resolve_all",
+    "resolved_states",
 ]
