@@ -18,6 +18,7 @@ from pairs import pair
 from test_loop import PROMPT, first, models, ours, overlap, same_caches, theirs
 
 from straightline.runtime.decoding import dispatchers, generate_step
+from straightline.runtime.evaluation import evaluate
 
 __all__ = ["overlap"]  # the fixture
 
@@ -132,6 +133,30 @@ def test_a_fault_of_the_device_comes_through(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="no memory"):
         list(ours(model, overlap=True))
     assert not dispatch_threads()
+
+
+def test_evaluations_of_the_model_wait_for_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    go = threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+        @staticmethod
+        def async_eval(*arrays: Any) -> None:
+            go.wait(30)
+            said.append("handed over")
+
+    monkeypatch.setattr(dispatchers, "mx", Slow())
+    dispatcher = dispatchers.Overlapped()
+    dispatcher.submit(mx.array(1))
+    threading.Timer(0.2, go.set).start()
+    evaluate(mx.array(2))
+    said.append("evaluated")
+    dispatcher.close()
+    evaluate(mx.array(3))
+    assert said == ["handed over", "evaluated"]
 
 
 def test_nothing_is_left_running() -> None:
