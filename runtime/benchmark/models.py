@@ -15,7 +15,7 @@ from ...codegen.spec import Spec
 from ..commands.subject import Subject, published, published_kv_config, read_folder
 from ..decode_check import on_gpu
 from ..errors import StraightlineError
-from ..kernels import report
+from ..kernels.states import SiteState, running
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
 from ..verification.proof import _render
@@ -37,13 +37,17 @@ class Wish:
 
 @dataclass(frozen=True)
 class Pair:
-    """oracle: mlx-lm's. model: specialized. own_bytes: what specializing holds beside the weights that both share."""
+    """oracle: mlx-lm's. model: specialized. own_bytes: what specializing holds beside the weights that both share.
+
+    sites: how each fused site of the model runs here.
+    """
 
     oracle: Any
     model: Any
     spec: Spec
     kv_config: list[dict[str, int]] | None
     own_bytes: int
+    sites: tuple[SiteState, ...]
     facts: dict[str, str]
 
 
@@ -93,19 +97,17 @@ def pair_of(
     del model
     spec = read_arguments(text_model(oracle).args)
     dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
-    states = [state for state, _ in report().values()]
     facts |= {
         "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
         f"{size_in_gb(oracle):.2f} GB",
         "specialize": f"{seconds:.1f} s",
         "one token": specialized.dispatch.decode_reason or "by decode",
-        "fused sites": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none",
         "tier": wish.tier,
     }
     if kv_config is not None:
         facts["K/V"] = _words(kv_config)
         spec = spec.with_kv(read_kv_config(kv_config, spec))
-    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), facts)
+    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), running(specialized), facts)
 
 
 def _held() -> int:

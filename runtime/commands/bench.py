@@ -7,11 +7,13 @@ mlx-lm's, byte for byte, gets no ratio, unless the tier was chosen to be so.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .progress import progress
 from .show import indices
+from .sites import site_table
 
 HELP = "tokens per second beside mlx-lm, where the bytes are equal"
 CONTEXT = 600
@@ -68,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         facts["taps"] = ", ".join(map(str, tapped))
     if not options.json:
         _show(facts)
-        print("\n".join(["", *report.head()]), flush=True)
+        print("\n".join(["fused sites", *site_table(pair.sites), "", *report.head()]), flush=True)
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
     plan = Plan(steps, options.tokens, options.rounds, seconds)
@@ -83,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
                 bar.write("\n".join(report.lines(found)), file=sys.stdout)
                 sys.stdout.flush()
     if options.json:
-        print(json.dumps({"machine": head | facts, "rows": [row.plain() for row in rows]}, indent=1))
+        sites = [asdict(one) for one in pair.sites]
+        record = {"machine": head | facts, "fused_sites": sites, "rows": [row.plain() for row in rows]}
+        print(json.dumps(record, indent=1))
     if options.svg is not None:
         from ..atomic import write_text
         from ..benchmark.chart import chart
