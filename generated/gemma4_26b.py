@@ -29,7 +29,7 @@ SLIDING_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
@@ -37,7 +37,7 @@ FULL_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -190,7 +190,7 @@ def decode_sliding(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
@@ -219,7 +219,7 @@ def decode_full(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]

@@ -34,7 +34,7 @@ SLIDING_8BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 SLIDING_4BIT_WEIGHTS = (
@@ -42,7 +42,7 @@ SLIDING_4BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
@@ -50,7 +50,7 @@ FULL_8BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
@@ -58,7 +58,7 @@ FULL_4BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated gate_experts up_experts down_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -292,7 +292,7 @@ def decode_sliding_8bit(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
@@ -322,7 +322,7 @@ def decode_sliding_4bit(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
@@ -352,7 +352,7 @@ def decode_full_8bit(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
@@ -382,7 +382,7 @@ def decode_full_4bit(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    dense = w.down_proj(w.gated(x, s.geglu))
     scores = w.router_proj(r)
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]

@@ -37,56 +37,56 @@ SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 SLIDING_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 FULL_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 SLIDING_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated",
     "layer_scalar next_norm",
 )
 FULL_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -453,7 +453,7 @@ def decode_sliding_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -467,7 +467,7 @@ def decode_sliding_8bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -481,7 +481,7 @@ def decode_full_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -495,7 +495,7 @@ def decode_full_8bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -509,7 +509,7 @@ def decode_sliding_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -523,7 +523,7 @@ def decode_full_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -537,7 +537,7 @@ def decode_sliding_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
@@ -551,7 +551,7 @@ def decode_full_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
     y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)

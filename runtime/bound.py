@@ -18,6 +18,7 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .kernels import Site, resolve_all
+from .products import find_products, with_kernels
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
@@ -76,6 +77,7 @@ class Bound:
                 self.files = choose_files(spec, file, options.generate)
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
+            self.single = self._for_one_token(text, options.kernels)
             check_facts(text, spec)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
@@ -85,8 +87,15 @@ class Bound:
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
+    def _for_one_token(self, text: nn.Module, kernels: bool) -> Any:
+        """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
+        products = find_products(self.files[0], text)
+        sites = [site for file in self.files for site in _sites(file).values()]
+        calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
+        return with_kernels(self.weights, products, calls[len(sites) :])
+
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
-        sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+        sites = _sites(file)
         calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
         return Route(
             CacheGuard(file.CACHES),
@@ -103,7 +112,8 @@ class Bound:
         plain = next((route for route in self.routes if not route.guard.quantized), None)
         if plain is None or plain.decode is None:
             return "a file with quantized caches alone cannot be checked at load"
-        reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
+        both = self.weights, self.single
+        reason = decode_refused(both, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
         self.decode_checked = not reason
         return reason
 
@@ -139,6 +149,10 @@ class Bound:
             reasons.append(reason)
         quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
         return None, reasons[-1 if quantized else 0]
+
+
+def _sites(file: ModuleType) -> dict[str, Site]:
+    return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
 
 
 def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:

@@ -50,7 +50,7 @@ LINEARS = {
 MODULES = {"embed": "embed_tokens", "embed_per_layer": "embed_tokens_per_layer", "switch_glu": "experts.switch_glu"}
 JOINED = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "gated": ("mlp.gate_proj", "mlp.up_proj"),
 }
 EXPERTS = {
     "gate_experts": "experts.switch_glu.gate_proj",
@@ -85,7 +85,7 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
             found = _find(layer, path)
             if found is not None:
                 _expect_class(found, expected, f"layers.{index}.{path}")
-    groups = [_parts(paths, layer) for layer in layers for paths in JOINED.values()]
+    groups = [parts_of(paths, layer) for layer in layers for paths in JOINED.values()]
     join_all(groups)
     norms = [_bind_slot("input_layernorm", layer, f"layers.{index}.", {})[0] for index, layer in enumerate(layers)]
     norms.append(_bind_slot("norm", inner, "", {})[0])
@@ -133,7 +133,8 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in ARRAYS:
         return _get(module, ARRAYS[slot], where), (ARRAYS[slot],)
     if slot in JOINED:
-        return joined(_parts(JOINED[slot], module)), ()
+        call = joined(parts_of(JOINED[slot], module))
+        return (gated(call) if slot == "gated" else call), ()
     if slot in EXPERTS:
         return expert_linear(_get(module, EXPERTS[slot], where), slot == "down_experts"), ()
     if slot in extra:
@@ -171,7 +172,12 @@ def joined(parts: list[Any]) -> Callable[[mx.array], mx.array]:
     return lambda x: mx.concatenate([call(x) for call in calls], axis=-1)
 
 
-def _parts(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
+def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callable[[mx.array], mx.array]], mx.array]:
+    """(x, geglu) -> geglu of the joined row of gate and up. A kernel may do both at once."""
+    return lambda x, geglu: geglu(gate_up(x))
+
+
+def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
     """K = V layers have no v_proj."""
     return [part for part in (_find(module, path) for path in paths) if part is not None]
 

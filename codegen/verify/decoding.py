@@ -30,11 +30,11 @@ def _layer(kind: Kind, plan: Plan) -> Iterator[str]:
     norms = "w.post_attention_layernorm, w.pre_feedforward_layernorm"
     if kind.experts:
         yield f"h, x, r, e = s.attention_end(y, h, {norms}, w.router_norm, w.pre_feedforward_layernorm_2)"
-        yield f"dense = w.down_proj(s.{kind.geglu_site}(w.gate_up_proj(x)))"
+        yield f"dense = w.down_proj(w.gated(x, s.{kind.geglu_site}))"
         yield from _experts(kind, plan)
     else:
         yield f"h, x = s.attention_end(y, h, {norms})"
-        yield f"y = w.down_proj(s.{kind.geglu_site}(w.gate_up_proj(x)))"
+        yield f"y = w.down_proj(w.gated(x, s.{kind.geglu_site}))"
     if kind.experts and kind.per_layer_input:
         branches = (f"mx.fast.rms_norm({name}, w.post_feedforward_layernorm_{n}, {kind.eps})" for name, n in _BRANCHES)
         yield f"y = {' + '.join(branches)}"

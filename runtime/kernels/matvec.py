@@ -36,6 +36,11 @@ class QuantizedMatvec(Site):
     def width(self) -> int:
         return self.outputs_size // 2 if self.glu else self.outputs_size
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weights, without their scales and biases."""
+        return self.outputs_size * self.inputs_size * self.bits // 8
+
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         return ((rows, 1, self.width),)
 

@@ -1,0 +1,99 @@
+"""The large quantized products of one token, and `decode`'s weights with a kernel in place of each that has one.
+
+Which projection is 4-bit, 8-bit, bf16 or wrapped by LoRA is found at load; `forward` keeps MLX's own calls throughout.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .joining import Arrays, join
+from .kernels import QuantizedMatvec
+from .kernels.site import Call
+from .watch import plain_class
+from .weights import JOINED, LINEARS, parts_of
+
+# Bytes of packed weights from which the kernel saves the device more than it costs the host. One that takes geglu
+# along saves a launch, whatever its size.
+LARGE = 8 << 20
+# Slots that `decode` never reads where it has joined them.
+APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gated": ("gate_proj", "up_proj")}
+MODEL = {"unembed": "embed_tokens", "per_layer_model_projection": "per_layer_model_projection"}
+
+
+class Product(NamedTuple):
+    """One quantized product of `decode`: the slot of a layer, or of the model where layer is None, and its arrays."""
+
+    layer: int | None
+    slot: str
+    site: QuantizedMatvec
+    arrays: Arrays
+
+
+def pays(product: Product) -> bool:
+    """Whether the kernel is worth its launch."""
+    return product.site.glu or product.site.packed_bytes >= LARGE
+
+
+def find_products(file: ModuleType, text: nn.Module, chosen: Callable[[Product], bool] = pays) -> tuple[Product, ...]:
+    """Those of a model that is bound to this file, joined where they are."""
+    return tuple(filter(chosen, _products(file, text)))
+
+
+def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
+    inner = text["model"]
+    for index, (layer, groups) in enumerate(zip(inner["layers"], file.LAYER_WEIGHTS, strict=True)):
+        slots = " ".join(groups).split()
+        apart = {slot for whole, parts in APART.items() if whole in slots for slot in parts}
+        for slot in slots:
+            paths = JOINED.get(slot) or ((LINEARS[slot],) if slot in LINEARS and slot not in apart else ())
+            yield from _product(index, slot, parts_of(paths, layer))
+    for slot in file.MODEL_WEIGHTS.split():
+        if slot in MODEL:
+            yield from _product(None, slot, parts_of((MODEL[slot],), inner))
+        if slot == "lm_head":
+            yield from _product(None, slot, parts_of((slot,), text))
+
+
+def _product(layer: int | None, slot: str, parts: Sequence[Any]) -> Iterator[Product]:
+    """One, if these parts are one matrix of affine weights without a bias."""
+    if not parts or plain_class(parts[0]) not in (nn.QuantizedLinear, nn.QuantizedEmbedding) or "bias" in parts[0]:
+        return
+    first = parts[0]
+    arrays = join(list(parts)) if len(parts) > 1 else (first["weight"], first["scales"], first.get("biases"))
+    if arrays is None or arrays[2] is None or first.mode != "affine":
+        return
+    rows, words = arrays[0].shape
+    inputs = words * 32 // first.bits
+    site = QuantizedMatvec(inputs, rows, first.bits, first.group_size, glu=slot == "gated")
+    yield Product(layer, slot, site, arrays)
+
+
+def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call]) -> Any:
+    """`weights` for one token: those of `products` whose call is not the plain form take it. Shares all else."""
+    kernels = [(one, call) for one, call in zip(products, calls, strict=True) if call != one.site.plain]
+    if not kernels:
+        return weights
+    single = SimpleNamespace(**vars(weights))
+    single.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
+    for product, call in kernels:
+        owner = single if product.layer is None else single.layers[product.layer]
+        setattr(owner, product.slot, _launch(call, product))
+    return single
+
+
+def _launch(call: Call, product: Product) -> Callable[..., mx.array]:
+    weight, scales, biases = product.arrays
+
+    def quantized_matvec(x: mx.array) -> mx.array:
+        y: mx.array = call(x, weight, scales, biases)
+        return y
+
+    def gated_matvec(x: mx.array, geglu: Call) -> mx.array:
+        y: mx.array = call(x, weight, scales, biases)
+        return y
+
+    return gated_matvec if product.site.glu else quantized_matvec

@@ -1,0 +1,331 @@
+"""The kernels for the large quantized products: what each costs beside MLX's own, and what they do for whole models.
+
+Products: every distinct one of a model, 4-bit as built and (12b) some of 8 bits; device time a call behind a kernel that
+holds the device until all is queued, each call needing the last one's result, weights out of the device's cache; host
+time a call. Models: random 4-bit weights at full size; decode with kernels for more and more of the products, 16 steps
+compared byte for byte with mlx-lm, then rounds that take turns. Downloads nothing.
+
+Expected: about 50 s a model with everything (e4b, 12b, 26b: 150 s), most of it compiling.
+On a machine where straightline is not installed:  . tests/gpu/path.sh && python3 tests/gpu/matvec.py
+Parts: --sizes 12b --only models | products;  --toy runs the models at toy sizes on a CPU.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("STRAIGHTLINE_CACHE", tempfile.mkdtemp(prefix="straightline-matvec-"))
+
+import mlx.core as mx
+from machine import ROOT, describe
+
+from straightline.runtime import load_generated, specialize
+from straightline.runtime.kernels import Geglu, report, resolve, resolve_all
+from straightline.runtime.kernels.backends import detect
+from straightline.runtime.products import Product, find_products, pays, with_kernels
+from straightline.runtime.verification.random_model import build
+
+SIZES = ("e4b", "12b", "26b", "e2b", "31b")
+CONTEXTS = {"e4b": 600, "e2b": 600}
+SPIN_MS = 12
+COLD = 160 << 20  # bytes of weights that take turns: more than the device's cache
+SMALLEST = 1 << 20  # products under this are not even tried
+STEPS, WARM_UP, TOKENS, ROUNDS = 16, 10, 30, 6
+SPIN = """
+unsigned long long start, now;
+asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - start < NANOSECONDS);
+for (int i = threadIdx.x; i < SIZE; i += 32) y[i] = x[i];
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    start = time.perf_counter()
+    for name, value in describe(options.commit).items():
+        print(f"{name:<9} {value}", flush=True)
+    print(f"kernels   {detect()}", flush=True)
+    bad = 0
+    for size in options.sizes:
+        if time.perf_counter() - start > options.budget:
+            print(f"\n== {size}: not reached within {options.budget} s", flush=True)
+            continue
+        bad += attempt(lambda size=size: check(size, options), size)
+        gc.collect()
+        mx.clear_cache()
+        print(f"   {time.perf_counter() - start:.0f} s so far", flush=True)
+    return 1 if bad else 0
+
+
+def attempt(call: Callable[[], int | None], what: str) -> int:
+    """What the call counts as bad; 1 if it raises. The next cell may still tell something."""
+    try:
+        return call() or 0
+    except Exception:
+        print(f"FAILED {what}: {traceback.format_exc()}", flush=True)
+        return 1
+
+
+def check(size: str, options: argparse.Namespace) -> int:
+    config, file = subject(size, options)
+    text = config.get("text_config", config)
+    built, oracle = build(config, mx.bfloat16)
+    start = time.perf_counter()
+    model = specialize(built, file, strict=True, kernels=True)
+    print(f"\n== {size}: specialize {time.perf_counter() - start:.1f} s; one token: {decoding(model)}", flush=True)
+    inner = model["language_model"] if "language_model" in model else model
+    found = find_products(file, inner, lambda one: one.site.glu or one.site.packed_bytes >= SMALLEST or options.toy)
+    bad = 0
+    if options.only in ("", "products"):
+        bad += attempt(lambda: products(size, found), f"{size} products")
+    if options.only in ("", "models"):
+        context = 20 if options.toy else CONTEXTS.get(size, 1100)
+        bad += attempt(lambda: models(model, oracle, found, text["vocab_size"], context, options), f"{size} models")
+    return bad
+
+
+def decoding(model: Any) -> str:
+    return model.dispatch.decode_reason or "by decode"
+
+
+# Products
+
+
+def products(size: str, found: tuple[Product, ...]) -> int:
+    if detect().name != "cuda":
+        print("   products: no CUDA here", flush=True)
+        return 0
+    print(
+        f"   {'slot':<28} {'rows x inputs':>14} bits {'MB':>6} | {'device us: MLX':>14} {'kernel':>7} {'saved':>6} "
+        f"| {'GB/s: MLX':>9} {'kernel':>6} | {'host us: MLX':>12} {'kernel':>6} {'more':>5} | pays now",
+        flush=True,
+    )
+    distinct = {one.site: one for one in reversed(found)}
+    cells = list(reversed(distinct.values()))
+    if size == "12b":
+        cells += [one._replace(site=replace(one.site, bits=8)) for one in cells if one.layer in (None, 0)]
+    return sum(attempt(lambda one=one: product(one, size), repr(one.site)) for one in cells)
+
+
+def product(one: Product, size: str) -> int:
+    site = one.site
+    call = resolve(site)
+    state, reason = report()[site]
+    if state != "kernel":
+        print(f"   {one.slot}: {site}: {state}: {reason}", flush=True)
+        return 1
+    settings = {"transpose": True, "group_size": site.group_size, "bits": site.bits}
+    geglu = resolve(Geglu(site.width)) if site.glu else None
+
+    def own(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        y = mx.quantized_matmul(x, w, scales=scales, biases=biases, **settings)
+        return y if geglu is None else geglu(y)
+
+    x, w, scales, biases = site.inputs(0)
+    copies = max(1, min(64, -(-COLD // site.packed_bytes)))
+    weights = [(w ^ mx.array(7919 * number, dtype=mx.uint32), scales, biases) for number in range(copies)]
+    mx.eval(x, weights)
+    count = max(20, min(100, int(2e9 // site.packed_bytes)))
+    spin = spinner(site.inputs_size)
+    nothing = chain(lambda x, *_: x, x, weights, count, spin)
+    sides = {"MLX": own, "kernel": call}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(6):
+        nothing = chain(lambda x, *_: x, x, weights, count, spin)
+        for name, side in sides.items():
+            host, device = chain(side, x, weights, count, spin)
+            samples[name].append((host - nothing[0], device - nothing[1]))
+    (h0, d0), (h1, d1) = (
+        tuple(1e6 * statistics.median(column) / count for column in zip(*rows[1:], strict=True))
+        for rows in samples.values()
+    )
+    read = site.packed_bytes * (1 + 32 / (site.bits * site.group_size))
+    shape = f"{site.outputs_size} x {site.inputs_size}"
+    slot = f"{one.slot}{' + geglu' if site.glu else ''}"
+    print(
+        f"   {slot:<28} {shape:>14} {site.bits:>4} {site.packed_bytes / 1e6:>6.1f} | {d0:>14.1f} {d1:>7.1f} {d0 - d1:>6.1f} "
+        f"| {read / d0 / 1e3:>9.0f} {read / d1 / 1e3:>6.0f} | {h0:>12.1f} {h1:>6.1f} {h1 - h0:>5.1f} "
+        f"| {'yes' if pays(one) else 'no'}",
+        flush=True,
+    )
+    return 0
+
+
+def spinner(size: int) -> Callable[[mx.array], mx.array]:
+    source = SPIN.replace("NANOSECONDS", f"{SPIN_MS}000000ull").replace("SIZE", str(size))
+    kernel = mx.fast.cuda_kernel(name=f"spin_{size}", input_names=["x"], output_names=["y"], source=source)
+    launch = {"output_shapes": [(1, 1, size)], "output_dtypes": [mx.bfloat16], "grid": (32, 1, 1)}
+    return lambda x: kernel(inputs=[x], threadgroup=(32, 1, 1), **launch)[0]
+
+
+def chain(
+    call: Callable[..., mx.array],
+    x: mx.array,
+    weights: list[tuple[mx.array, ...]],
+    count: int,
+    spin: Callable[[mx.array], mx.array],
+) -> tuple[float, float]:
+    """Seconds of the host, and seconds from dispatch until the device is done. Each call reads the last one's result."""
+    mx.synchronize()
+    begin = time.perf_counter()
+    y = spin(x)
+    for number in range(count):
+        y = call(mx.minimum(x, y[..., :1]), *weights[number % len(weights)])
+    built = time.perf_counter()
+    mx.async_eval(y)
+    dispatched = time.perf_counter()
+    mx.synchronize()
+    return dispatched - begin, time.perf_counter() - built
+
+
+# Models
+
+
+def models(
+    model: Any, oracle: Any, found: tuple[Product, ...], vocabulary: int, context: int, options: argparse.Namespace
+) -> int:
+    calls = resolve_all([one.site for one in found])
+    states = report()
+    on = [one for one in found if states[one.site][0] == "kernel"]
+    print(f"   {len(on)} of {len(found)} products have a kernel", flush=True)
+    bound = model._bound
+    heads = ("unembed", "lm_head")
+    wanted: dict[str, Callable[[Product], bool]] = {
+        "no matvec": lambda one: False,
+        "head": lambda one: one.slot in heads,
+        "head, gated": lambda one: one.slot in (*heads, "gated"),
+        "head, gated, down": lambda one: one.slot in (*heads, "gated", "down_proj"),
+        "all": lambda one: True,
+        "as chosen": pays,
+    }
+    weights = {}
+    for name, want in wanted.items():
+        pairs = [(one, call) for one, call in zip(found, calls, strict=True) if want(one)]
+        weights[name] = with_kernels(bound.weights, [one for one, _ in pairs], [call for _, call in pairs])
+    prompt = mx.array([[(7919 * index) % vocabulary for index in range(context)]])
+    names = ("mlx-lm", *wanted)
+    caches = {name: oracle.make_cache() if name == "mlx-lm" else model.make_cache() for name in names}
+    token = mx.argmax(oracle(prompt, cache=caches["mlx-lm"])[:, -1, :], axis=-1)[:, None]
+    for name in wanted:
+        mx.eval(model(prompt, cache=caches[name]))
+
+    def side(name: str) -> Callable[[mx.array], mx.array]:
+        def step(ids: mx.array) -> mx.array:
+            return oracle(ids, cache=caches[name]) if name == "mlx-lm" else model(ids, cache=caches[name])
+
+        return step
+
+    def use(name: str) -> Callable[[mx.array], mx.array]:
+        if name in weights:
+            bound.single = weights[name]
+        return side(name)
+
+    departs = dict.fromkeys(names, "")
+    for step in range(STEPS):
+        logits = {name: use(name)(token) for name in names}
+        mx.eval(list(logits.values()))
+        for name, one in logits.items():
+            if not departs[name] and not same(one, logits["mlx-lm"]):
+                departs[name] = f"DEPARTS at step {step}"
+        token = mx.argmax(logits["mlx-lm"][:, -1, :], axis=-1)[:, None]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        rate(use(name), token, WARM_UP)
+    for _ in range(options.rounds):
+        for name in names:
+            rates[name].append(rate(use(name), token, options.tokens))
+    for name in names:
+        ratios = [one / other for one, other in zip(rates[name], rates["mlx-lm"], strict=True)]
+        print(
+            f"   {name:<18} x{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}], "
+            f"best over best x{max(rates[name]) / max(rates['mlx-lm']):.2f}; tok/s {statistics.median(rates[name]):.1f}, "
+            f"best {max(rates[name]):.1f}; ms: {parts(use(name), token)}; "
+            f"{departs[name] or f'equal at {STEPS} steps'}",
+            flush=True,
+        )
+    print(f"   calls: {model.dispatch.counts}; peak {mx.get_peak_memory() / 1e9:.1f} GB", flush=True)
+    return sum(map(bool, departs.values()))
+
+
+def rate(step: Callable[[mx.array], mx.array], token: mx.array, tokens: int) -> float:
+    """Tokens per second of a loop that, like mlx-lm's, asks for the next token before it reads the last."""
+    mx.eval(token)
+    token = mx.argmax(step(token)[:, -1, :], axis=-1)[:, None]
+    mx.async_eval(token)
+    started = time.perf_counter()
+    for _ in range(tokens):
+        following = mx.argmax(step(token)[:, -1, :], axis=-1)[:, None]
+        mx.async_eval(following)
+        token.item()
+        token = following
+    return tokens / (time.perf_counter() - started)
+
+
+def parts(step: Callable[[mx.array], mx.array], token: mx.array) -> str:
+    """Medians over ten tokens: building, dispatching, waiting."""
+    rows = []
+    for _ in range(10):
+        start = time.perf_counter()
+        logits = step(token)
+        built = time.perf_counter()
+        mx.async_eval(logits)
+        dispatched = time.perf_counter()
+        mx.synchronize()
+        rows.append((built - start, dispatched - built, time.perf_counter() - dispatched))
+    build, dispatch, wait = (1e3 * statistics.median(column) for column in zip(*rows, strict=True))
+    return f"build {build:.2f}, dispatch {dispatch:.2f}, wait {wait:.2f}"
+
+
+def same(found: mx.array, expected: mx.array) -> bool:
+    unsigned = {2: mx.uint16, 4: mx.uint32}[expected.dtype.size]
+    return found.dtype == expected.dtype and bool(mx.array_equal(found.view(unsigned), expected.view(unsigned)).item())
+
+
+# What is measured
+
+
+def subject(size: str, options: argparse.Namespace) -> tuple[dict[str, Any], ModuleType]:
+    config = json.loads((ROOT / f"codegen/specs/gemma4_{size}.config.json").read_text())
+    if not options.toy:
+        return config, importlib.import_module(f"straightline.generated.gemma4_{size}")
+    from straightline.codegen import generate
+    from straightline.runtime.verification.smaller import reduced
+
+    config = reduced(config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"toy_{size}.py")
+        path.write_text(generate(config, f"toy-{size}"))
+        return config, load_generated(path)
+
+
+def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--sizes", default="12b,e4b,26b", help="which, in order (default: %(default)s)")
+    parser.add_argument("--only", default="", choices=("", "products", "models"), help="one part")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds after which no size is begun")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each side (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a round (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="toy sizes, rendered first: a smoke test without a GPU")
+    parser.add_argument("--commit", help="what to call the commit where there is no git")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    options.sizes = options.sizes.split(",")
+    for size in options.sizes:
+        if size not in SIZES:
+            parser.error(f"--sizes has {size!r}; expected some of {','.join(SIZES)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
