@@ -364,7 +364,7 @@ def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
     if spec.per_layer_input_size:
         groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
     joined = "gated" if role is Role.READER else "qkv_proj gated"
-    groups.append(f"{joined} gate_experts up_experts down_experts" if spec.experts else joined)
+    groups.append(f"{joined} gated_experts down_experts" if spec.experts else joined)
     return (*groups, "layer_scalar next_norm")
 
 

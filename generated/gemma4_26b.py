@@ -29,7 +29,7 @@ SLIDING_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gate_experts up_experts down_experts",
+    "qkv_proj gated gated_experts down_experts",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
@@ -37,7 +37,7 @@ FULL_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gate_experts up_experts down_experts",
+    "qkv_proj gated gated_experts down_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -195,7 +195,7 @@ def decode_sliding(w, s, h, x, cache, position):
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     e = e.reshape(1, 1, 1, 1, 2816)
-    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = w.down_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen)
     y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
     h, x = s.layer_end(
         dense,
@@ -224,7 +224,7 @@ def decode_full(w, s, h, x, cache, position):
     chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     e = e.reshape(1, 1, 1, 1, 2816)
-    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
+    y = w.down_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen)
     y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
     h, x = s.layer_end(
         dense,

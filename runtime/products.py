@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import switch_layers
 
-from .joining import Arrays, join
-from .kernels import QuantizedMatvec
+from .joining import join
+from .kernels import QuantizedExperts, QuantizedMatvec
 from .kernels.site import Call
 from .watch import plain_class
-from .weights import JOINED, LINEARS, parts_of
+from .weights import GATED_EXPERTS, JOINED, LINEARS, parts_of
 
 # Bytes of packed weights from which the kernel saves the device more than it costs the host. One that takes geglu
 # along saves a launch, whatever its size.
@@ -25,12 +26,12 @@ MODEL = {"unembed": "embed_tokens", "per_layer_model_projection": "per_layer_mod
 
 
 class Product(NamedTuple):
-    """One quantized product of `decode`: the slot of a layer, or of the model where layer is None, and its arrays."""
+    """A quantized product of `decode`: the slot of a layer, or of the model where layer is None, and its arrays."""
 
     layer: int | None
     slot: str
-    site: QuantizedMatvec
-    arrays: Arrays
+    site: QuantizedMatvec | QuantizedExperts
+    arrays: tuple[mx.array, ...]
 
 
 def pays(product: Product) -> bool:
@@ -49,6 +50,8 @@ def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
         slots = " ".join(groups).split()
         apart = {slot for whole, parts in APART.items() if whole in slots for slot in parts}
         for slot in slots:
+            if slot == "gated_experts":
+                yield from _experts(index, slot, parts_of(GATED_EXPERTS, layer), file.EXPERTS_GEGLU.experts)
             paths = JOINED.get(slot) or ((LINEARS[slot],) if slot in LINEARS and slot not in apart else ())
             yield from _product(index, slot, parts_of(paths, layer))
     for slot in file.MODEL_WEIGHTS.split():
@@ -64,12 +67,29 @@ def _product(layer: int | None, slot: str, parts: Sequence[Any]) -> Iterator[Pro
         return
     first = parts[0]
     arrays = join(list(parts)) if len(parts) > 1 else (first["weight"], first["scales"], first.get("biases"))
-    if arrays is None or arrays[2] is None or first.mode != "affine":
+    if arrays is None or first.mode != "affine":
         return
-    rows, words = arrays[0].shape
-    inputs = words * 32 // first.bits
-    site = QuantizedMatvec(inputs, rows, first.bits, first.group_size, glu=slot == "gated")
-    yield Product(layer, slot, site, arrays)
+    weight, scales, biases = arrays
+    if biases is None:
+        return
+    outputs, words = weight.shape
+    site = QuantizedMatvec(words * 32 // first.bits, outputs, first.bits, first.group_size, glu=slot == "gated")
+    yield Product(layer, slot, site, (weight, scales, biases))
+
+
+def _experts(layer: int, slot: str, parts: Sequence[Any], top_k: int) -> Iterator[Product]:
+    """One, if gate and up of the experts are affine weights without a bias, and alike."""
+    if any(plain_class(part) is not switch_layers.QuantizedSwitchLinear or "bias" in part for part in parts):
+        return
+    arrays = [part.get(key) for part in parts for key in ("weight", "scales", "biases")]
+    alike = {(part.bits, part.group_size, part.mode, part.global_scale, part["weight"].shape) for part in parts}
+    gate = parts[0]
+    unlike = len(alike) > 1 or gate.mode != "affine" or gate.global_scale is not None
+    if unlike or any(array is None for array in arrays):
+        return
+    _, width, words = gate["weight"].shape
+    site = QuantizedExperts(words * 32 // gate.bits, width, top_k, gate.bits, gate.group_size)
+    yield Product(layer, slot, site, tuple(arrays))
 
 
 def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call]) -> Any:
@@ -86,14 +106,11 @@ def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call
 
 
 def _launch(call: Call, product: Product) -> Callable[..., mx.array]:
+    """What the slot is called with; a kernel with geglu in it has no use for the one it is handed."""
+    if isinstance(product.site, QuantizedExperts):
+        arrays = product.arrays
+        return lambda x, chosen, geglu: call(x, chosen, *arrays)
     weight, scales, biases = product.arrays
-
-    def quantized_matvec(x: mx.array) -> mx.array:
-        y: mx.array = call(x, weight, scales, biases)
-        return y
-
-    def gated_matvec(x: mx.array, geglu: Call) -> mx.array:
-        y: mx.array = call(x, weight, scales, biases)
-        return y
-
-    return gated_matvec if product.site.glu else quantized_matvec
+    if product.site.glu:
+        return lambda x, geglu: call(x, weight, scales, biases)
+    return lambda x: call(x, weight, scales, biases)

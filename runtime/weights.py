@@ -52,11 +52,8 @@ JOINED = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gated": ("mlp.gate_proj", "mlp.up_proj"),
 }
-EXPERTS = {
-    "gate_experts": "experts.switch_glu.gate_proj",
-    "up_experts": "experts.switch_glu.up_proj",
-    "down_experts": "experts.switch_glu.down_proj",
-}
+GATED_EXPERTS = ("experts.switch_glu.gate_proj", "experts.switch_glu.up_proj")
+DOWN_EXPERTS = "experts.switch_glu.down_proj"
 ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert_scale"}
 
 # Whose __call__ the templates transcribe: a module of another class computes something else.
@@ -135,8 +132,10 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in JOINED:
         call = joined(parts_of(JOINED[slot], module))
         return (gated(call) if slot == "gated" else call), ()
-    if slot in EXPERTS:
-        return expert_linear(_get(module, EXPERTS[slot], where), slot == "down_experts"), ()
+    if slot == "gated_experts":
+        return gated_experts(*(expert_linear(_get(module, path, where), False) for path in GATED_EXPERTS)), ()
+    if slot == "down_experts":
+        return expert_linear(_get(module, DOWN_EXPERTS, where), True), ()
     if slot in extra:
         return extra[slot], ()
     if slot == "unembed":
@@ -175,6 +174,11 @@ def joined(parts: list[Any]) -> Callable[[mx.array], mx.array]:
 def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callable[[mx.array], mx.array]], mx.array]:
     """(x, geglu) -> geglu of the joined row of gate and up. A kernel may do both at once."""
     return lambda x, geglu: geglu(gate_up(x))
+
+
+def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """(x, chosen, geglu) -> geglu of what the chosen experts' gate and up give. A kernel may do all three at once."""
+    return lambda x, chosen, geglu: geglu(gate(x, chosen), up(x, chosen))
 
 
 def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:

@@ -56,7 +56,7 @@ def _experts(kind: Kind, plan: Plan) -> Iterator[str]:
     picked = "mx.take_along_axis(scores, chosen, axis=-1)"
     yield f"gates = mx.softmax({picked}, axis=-1) * w.per_expert_scale[chosen]"
     yield f"e = e.reshape(1, 1, 1, 1, {plan.hidden_size})"
-    yield "y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)"
+    yield "y = w.down_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen)"
     yield f"y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, {kind.top_k}, {plan.hidden_size})).sum(-2)"
 
 

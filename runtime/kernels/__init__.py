@@ -5,7 +5,7 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 
 from .attention import Attention
 from .gates import Geglu, PerLayerGate
-from .matvec import QuantizedMatvec
+from .matvec import QuantizedExperts, QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all
 from .rope import QKVRope
@@ -17,6 +17,7 @@ __all__ = [
     "Geglu",
     "PerLayerGate",
     "QKVRope",
+    "QuantizedExperts",
     "QuantizedMatvec",
     "ResidualNorms",
     "Site",

@@ -1,13 +1,14 @@
 """The kernels for the large quantized products: what each costs beside MLX's own, and what they do for whole models.
 
-Products: every distinct one of a model, 4-bit as built and (12b) some of 8 bits; device time a call behind a kernel that
-holds the device until all is queued, each call needing the last one's result, weights out of the device's cache; host
-time a call. Models: random 4-bit weights at full size; decode with kernels for more and more of the products, 16 steps
-compared byte for byte with mlx-lm, then rounds that take turns. Downloads nothing.
+Products: every distinct one of a model, 4-bit as built and (12b) some of 8 bits; device time a call behind a kernel
+that holds the device until all is queued, each call needing the last one's result, weights out of the device's cache;
+host time a call. Models: random 4-bit weights at full size; decode with kernels for more and more of the products, 16
+steps compared byte for byte with mlx-lm, then rounds that take turns. Tune (12b): other layouts of the same kernel.
+Downloads nothing.
 
-Expected: about 50 s a model with everything (e4b, 12b, 26b: 150 s), most of it compiling.
+Expected: 12b 80 s, 26b and e4b 45 s each, nearly all of it compiling; --budget says when nothing more is begun.
 On a machine where straightline is not installed:  . tests/gpu/path.sh && python3 tests/gpu/matvec.py
-Parts: --sizes 12b --only models | products;  --toy runs the models at toy sizes on a CPU.
+Parts: --sizes 12b --only models,products,tune;  --toy runs the models at toy sizes on a CPU.
 """
 
 import argparse
@@ -32,8 +33,10 @@ import mlx.core as mx
 from machine import ROOT, describe
 
 from straightline.runtime import load_generated, specialize
-from straightline.runtime.kernels import Geglu, report, resolve, resolve_all
+from straightline.runtime.kernels import Geglu, QuantizedExperts, report, resolve, resolve_all
 from straightline.runtime.kernels.backends import detect
+from straightline.runtime.kernels.launch import launcher
+from straightline.runtime.kernels.selfcheck import compare
 from straightline.runtime.products import Product, find_products, pays, with_kernels
 from straightline.runtime.verification.random_model import build
 
@@ -43,6 +46,7 @@ SPIN_MS = 12
 COLD = 160 << 20  # bytes of weights that take turns: more than the device's cache
 SMALLEST = 1 << 20  # products under this are not even tried
 STEPS, WARM_UP, TOKENS, ROUNDS = 16, 10, 30, 6
+TRIED = ((2, 4, 8), (4, 2, 8), (2, 8, 4))
 SPIN = """
 unsigned long long start, now;
 asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -57,12 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in describe(options.commit).items():
         print(f"{name:<9} {value}", flush=True)
     print(f"kernels   {detect()}", flush=True)
+    late = lambda: time.perf_counter() - start > options.budget  # noqa: E731
     bad = 0
     for size in options.sizes:
-        if time.perf_counter() - start > options.budget:
+        if late():
             print(f"\n== {size}: not reached within {options.budget} s", flush=True)
             continue
-        bad += attempt(lambda size=size: check(size, options), size)
+        bad += attempt(lambda size=size: check(size, options, late), size)
         gc.collect()
         mx.clear_cache()
         print(f"   {time.perf_counter() - start:.0f} s so far", flush=True)
@@ -78,21 +83,23 @@ def attempt(call: Callable[[], int | None], what: str) -> int:
         return 1
 
 
-def check(size: str, options: argparse.Namespace) -> int:
+def check(size: str, options: argparse.Namespace, late: Callable[[], bool]) -> int:
     config, file = subject(size, options)
     text = config.get("text_config", config)
     built, oracle = build(config, mx.bfloat16)
     start = time.perf_counter()
     model = specialize(built, file, strict=True, kernels=True)
     print(f"\n== {size}: specialize {time.perf_counter() - start:.1f} s; one token: {decoding(model)}", flush=True)
-    inner = model["language_model"] if "language_model" in model else model
+    inner = model.get("language_model", model)
     found = find_products(file, inner, lambda one: one.site.glu or one.site.packed_bytes >= SMALLEST or options.toy)
     bad = 0
-    if options.only in ("", "products"):
-        bad += attempt(lambda: products(size, found), f"{size} products")
-    if options.only in ("", "models"):
+    if "models" in options.only:
         context = 20 if options.toy else CONTEXTS.get(size, 1100)
         bad += attempt(lambda: models(model, oracle, found, text["vocab_size"], context, options), f"{size} models")
+    if "products" in options.only:
+        bad += attempt(lambda: products(size, found), f"{size} products")
+    if "tune" in options.only and size == "12b":
+        bad += attempt(lambda: tune(found, late), f"{size} tune")
     return bad
 
 
@@ -103,70 +110,117 @@ def decoding(model: Any) -> str:
 # Products
 
 
+HEAD = (
+    f"   {'slot':<28} {'rows x inputs':>14} bits {'MB':>6} | {'device us: MLX':>14} {'kernel':>7} {'saved':>6} "
+    f"| {'GB/s: MLX':>9} {'kernel':>6} | {'host us: MLX':>12} {'kernel':>6} {'more':>5} | pays now"
+)
+
+
 def products(size: str, found: tuple[Product, ...]) -> int:
     if detect().name != "cuda":
         print("   products: no CUDA here", flush=True)
         return 0
-    print(
-        f"   {'slot':<28} {'rows x inputs':>14} bits {'MB':>6} | {'device us: MLX':>14} {'kernel':>7} {'saved':>6} "
-        f"| {'GB/s: MLX':>9} {'kernel':>6} | {'host us: MLX':>12} {'kernel':>6} {'more':>5} | pays now",
-        flush=True,
-    )
-    distinct = {one.site: one for one in reversed(found)}
-    cells = list(reversed(distinct.values()))
+    print(HEAD, flush=True)
+    cells = list({one.site: one for one in found}.values())
     if size == "12b":
         cells += [one._replace(site=replace(one.site, bits=8)) for one in cells if one.layer in (None, 0)]
-    return sum(attempt(lambda one=one: product(one, size), repr(one.site)) for one in cells)
+    return sum(attempt(lambda one=one: product(one), repr(one.site)) for one in cells)
 
 
-def product(one: Product, size: str) -> int:
+def product(one: Product) -> int:
     site = one.site
     call = resolve(site)
     state, reason = report()[site]
     if state != "kernel":
         print(f"   {one.slot}: {site}: {state}: {reason}", flush=True)
         return 1
-    settings = {"transpose": True, "group_size": site.group_size, "bits": site.bits}
-    geglu = resolve(Geglu(site.width)) if site.glu else None
-
-    def own(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        y = mx.quantized_matmul(x, w, scales=scales, biases=biases, **settings)
-        return y if geglu is None else geglu(y)
-
-    x, w, scales, biases = site.inputs(0)
-    copies = max(1, min(64, -(-COLD // site.packed_bytes)))
-    weights = [(w ^ mx.array(7919 * number, dtype=mx.uint32), scales, biases) for number in range(copies)]
-    mx.eval(x, weights)
-    count = max(20, min(100, int(2e9 // site.packed_bytes)))
-    spin = spinner(site.inputs_size)
-    nothing = chain(lambda x, *_: x, x, weights, count, spin)
-    sides = {"MLX": own, "kernel": call}
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(6):
-        nothing = chain(lambda x, *_: x, x, weights, count, spin)
-        for name, side in sides.items():
-            host, device = chain(side, x, weights, count, spin)
-            samples[name].append((host - nothing[0], device - nothing[1]))
-    (h0, d0), (h1, d1) = (
-        tuple(1e6 * statistics.median(column) / count for column in zip(*rows[1:], strict=True))
-        for rows in samples.values()
-    )
+    d0, h0, d1, h1 = cost(site, {"MLX": own(site), "kernel": call})
     read = site.packed_bytes * (1 + 32 / (site.bits * site.group_size))
-    shape = f"{site.outputs_size} x {site.inputs_size}"
+    outputs = 2 * site.top_k * site.width if isinstance(site, QuantizedExperts) else site.outputs_size
     slot = f"{one.slot}{' + geglu' if site.glu else ''}"
     print(
-        f"   {slot:<28} {shape:>14} {site.bits:>4} {site.packed_bytes / 1e6:>6.1f} | {d0:>14.1f} {d1:>7.1f} {d0 - d1:>6.1f} "
-        f"| {read / d0 / 1e3:>9.0f} {read / d1 / 1e3:>6.0f} | {h0:>12.1f} {h1:>6.1f} {h1 - h0:>5.1f} "
-        f"| {'yes' if pays(one) else 'no'}",
+        f"   {slot:<28} {f'{outputs} x {site.inputs_size}':>14} {site.bits:>4} {site.packed_bytes / 1e6:>6.1f} "
+        f"| {d0:>14.1f} {d1:>7.1f} {d0 - d1:>6.1f} | {read / d0 / 1e3:>9.0f} {read / d1 / 1e3:>6.0f} "
+        f"| {h0:>12.1f} {h1:>6.1f} {h1 - h0:>5.1f} | {'yes' if pays(one) else 'no'}",
         flush=True,
     )
     return 0
 
 
-def spinner(size: int) -> Callable[[mx.array], mx.array]:
+def own(site: Any) -> Callable[..., mx.array]:
+    """What runs where the kernel does not: MLX's products, then the kernel for geglu."""
+    settings = {"transpose": True, "group_size": site.group_size, "bits": site.bits}
+    if isinstance(site, QuantizedExperts):
+        both = resolve(Geglu(site.width, joined=False, experts=site.top_k))
+        rows = mx.zeros((1, 1, site.top_k), dtype=mx.uint32)
+
+        def experts(x: mx.array, chosen: mx.array, *weights: mx.array) -> mx.array:
+            halves = (weights[:3], weights[3:])
+            gate, up = (mx.gather_qmm(x, *w, lhs_indices=rows, rhs_indices=chosen, **settings) for w in halves)
+            return both(gate, up)
+
+        return experts
+    geglu = resolve(Geglu(site.width)) if site.glu else lambda y: y
+    return lambda x, w, s, b: geglu(mx.quantized_matmul(x, w, scales=s, biases=b, **settings))
+
+
+def cost(site: Any, sides: dict[str, Callable[..., mx.array]], rounds: int = 5) -> list[float]:
+    """Microseconds of the device and of the host a call, for each side."""
+    x, *weights = site.inputs(0)
+    packed = [number for number, array in enumerate(weights) if array.dtype == mx.uint32 and array.size > 64]
+    size = sum(weights[number].nbytes for number in packed)
+    copies = [
+        [w ^ mx.array(7919 * turn, dtype=mx.uint32) if number in packed else w for number, w in enumerate(weights)]
+        for turn in range(max(1, min(64, -(-COLD // size))))
+    ]
+    mx.eval(x, copies)
+    count = max(20, min(100, int(2e9 // size)))
+    spin = spinner(x.shape)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(1 + rounds):
+        host, device = chain(lambda x, *_: x, x, copies, count, spin)
+        for name, side in sides.items():
+            found = chain(side, x, copies, count, spin)
+            samples[name].append((found[1] - device, found[0] - host))
+    return [
+        1e6 * statistics.median(column) / count for rows in samples.values() for column in zip(*rows[1:], strict=True)
+    ]
+
+
+def tune(found: tuple[Product, ...], late: Callable[[], bool]) -> int:
+    """Other numbers of rows a warp, steps unrolled and warps a block: exact all the same, and how fast."""
+    backend = detect()
+    for slot in ("gated", "unembed", "down_proj"):
+        site = next((one.site for one in found if one.slot == slot), None)
+        for rows, unrolled, warps in TRIED if site is not None and backend.name == "cuda" else ():
+            if late():
+                print("   tune: no time left", flush=True)
+                return 0
+            program = site.program("cuda")
+            finished = rows // 2 if site.glu else rows
+            changed = {"ROWS": rows, "UNROLLED": unrolled, "BLOCK": 32 * warps}
+            constants = tuple((name, changed.get(name, value)) for name, value in program.constants)
+            blocks = -(-site.width // (warps * finished))
+            program = replace(program, constants=constants, threads=32 * warps, blocks=blocks)
+            call = launcher(site, program, backend.make(program), mx.bfloat16, several=False)
+            differs = compare(site, call, mx.bfloat16, 1).differs
+            device, _ = cost(site, {"kernel": call}, 3)
+            now = " (as it is)" if program == site.program("cuda") else ""
+            speed = site.packed_bytes * (1 + 32 / (site.bits * site.group_size)) / device / 1e3
+            print(
+                f"   tune {slot:<10} {rows} rows, {unrolled} steps, {warps} warps: {device:7.1f} us, "
+                f"{speed:5.0f} GB/s{now} {differs}",
+                flush=True,
+            )
+    return 0
+
+
+def spinner(shape: tuple[int, ...]) -> Callable[[mx.array], mx.array]:
+    """A kernel that holds one warp of the device for SPIN_MS, and passes its input on."""
+    size = shape[-1]
     source = SPIN.replace("NANOSECONDS", f"{SPIN_MS}000000ull").replace("SIZE", str(size))
     kernel = mx.fast.cuda_kernel(name=f"spin_{size}", input_names=["x"], output_names=["y"], source=source)
-    launch = {"output_shapes": [(1, 1, size)], "output_dtypes": [mx.bfloat16], "grid": (32, 1, 1)}
+    launch = {"output_shapes": [shape], "output_dtypes": [mx.bfloat16], "grid": (32, 1, 1)}
     return lambda x: kernel(inputs=[x], threadgroup=(32, 1, 1), **launch)[0]
 
 
@@ -177,12 +231,12 @@ def chain(
     count: int,
     spin: Callable[[mx.array], mx.array],
 ) -> tuple[float, float]:
-    """Seconds of the host, and seconds from dispatch until the device is done. Each call reads the last one's result."""
+    """Seconds of the host, and from dispatch until the device is done. Each call reads the last one's result."""
     mx.synchronize()
     begin = time.perf_counter()
     y = spin(x)
     for number in range(count):
-        y = call(mx.minimum(x, y[..., :1]), *weights[number % len(weights)])
+        y = call(mx.minimum(x, y.reshape(-1)[:1]), *weights[number % len(weights)])
     built = time.perf_counter()
     mx.async_eval(y)
     dispatched = time.perf_counter()
@@ -201,12 +255,13 @@ def models(
     on = [one for one in found if states[one.site][0] == "kernel"]
     print(f"   {len(on)} of {len(found)} products have a kernel", flush=True)
     bound = model._bound
-    heads = ("unembed", "lm_head")
+    heads, experts = ("unembed", "lm_head"), any(one.slot == "gated_experts" for one in found)
     wanted: dict[str, Callable[[Product], bool]] = {
         "no matvec": lambda one: False,
         "head": lambda one: one.slot in heads,
         "head, gated": lambda one: one.slot in (*heads, "gated"),
         "head, gated, down": lambda one: one.slot in (*heads, "gated", "down_proj"),
+        **({"gated, experts": lambda one: one.site.glu} if experts else {}),
         "all": lambda one: True,
         "as chosen": pays,
     }
@@ -250,8 +305,8 @@ def models(
         ratios = [one / other for one, other in zip(rates[name], rates["mlx-lm"], strict=True)]
         print(
             f"   {name:<18} x{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}], "
-            f"best over best x{max(rates[name]) / max(rates['mlx-lm']):.2f}; tok/s {statistics.median(rates[name]):.1f}, "
-            f"best {max(rates[name]):.1f}; ms: {parts(use(name), token)}; "
+            f"best over best x{max(rates[name]) / max(rates['mlx-lm']):.2f}; "
+            f"tok/s {statistics.median(rates[name]):.1f}, best {max(rates[name]):.1f}; ms: {parts(use(name), token)}; "
             f"{departs[name] or f'equal at {STEPS} steps'}",
             flush=True,
         )
@@ -312,9 +367,9 @@ def subject(size: str, options: argparse.Namespace) -> tuple[dict[str, Any], Mod
 
 def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes", default="12b,e4b,26b", help="which, in order (default: %(default)s)")
-    parser.add_argument("--only", default="", choices=("", "products", "models"), help="one part")
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds after which no size is begun")
+    parser.add_argument("--sizes", default="12b,26b,e4b", help="which, in order (default: %(default)s)")
+    parser.add_argument("--only", default="models,products,tune", help="of models,products,tune (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=160.0, help="seconds after which no size is begun")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each side (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a round (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="toy sizes, rendered first: a smoke test without a GPU")
