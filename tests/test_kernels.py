@@ -24,6 +24,7 @@ from straightline.runtime.kernels import (
     Geglu,
     PerLayerGate,
     QKVRope,
+    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
     Site,
@@ -60,6 +61,7 @@ SITES: tuple[Site, ...] = (
     Geglu(64, joined=True, experts=2),
     PerLayerGate(64, 5),
     QuantizedMatvec(256, 96),
+    QuantizedExperts(128, 64, 3),
     QuantizedMatvec(256, 96, bits=8, group_size=32, glu=True),
 )
 ONE = SITES[3]
@@ -423,7 +425,7 @@ def test_layouts_are_those_of_mlx() -> None:
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
 @pytest.mark.parametrize("site", SITES, ids=repr)
 def test_texts_are_whole(site: Site, backend: str) -> None:
-    if backend == "metal" and isinstance(site, QuantizedMatvec):
+    if backend == "metal" and isinstance(site, (QuantizedExperts, QuantizedMatvec)):
         with pytest.raises(Unsupported, match="MLX's own kernel is used on Metal"):
             site.program(backend)
         return

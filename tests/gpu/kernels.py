@@ -30,6 +30,7 @@ from straightline.runtime.kernels import (
     Geglu,
     PerLayerGate,
     QKVRope,
+    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
     Site,
@@ -270,6 +271,9 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
         yield QuantizedMatvec(hidden, 2 * width, glu=True)
         yield QuantizedMatvec(width, hidden)
     yield QuantizedMatvec(hidden, text["vocab_size"])
+    if text.get("enable_moe_block"):
+        yield QuantizedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"])
+        yield QuantizedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits=8)
     if size in ("12b", "26b"):
         yield QuantizedMatvec(hidden, 2 * widths(text)[0], bits=8, glu=True)
         yield QuantizedMatvec(widths(text)[0], hidden, bits=8)

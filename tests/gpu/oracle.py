@@ -7,12 +7,14 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
     Geglu,
     PerLayerGate,
     QKVRope,
+    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
     Site,
@@ -42,6 +44,8 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return per_layer_gate(site, *inputs)
         case QuantizedMatvec():
             return quantized(site, *inputs)
+        case QuantizedExperts():
+            return gated_experts(site, *inputs)
     raise NotImplementedError(f"no module of mlx-lm has {site}")
 
 
@@ -244,6 +248,28 @@ def quantized(site: Any, x: mx.array, w: mx.array, scales: mx.array, biases: mx.
     halves = [[mx.contiguous(part) for part in mx.split(whole, 2, axis=0)] for whole in (w, scales, biases)]
     gate, up = (linear(site, *parts) for parts in zip(*halves, strict=True))
     return (mlp(gate, up)(x),)
+
+
+def gated_experts(site: Any, x: mx.array, chosen: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+    """mlx-lm's SwitchGLU up to its projection down, which is replaced to see what comes in."""
+    module = SwitchGLU(site.group_size, site.width, 1, activation=gemma4_text.GeGLU())
+    module.gate_proj, module.up_proj = (experts(site, *weights[start : start + 3]) for start in (0, 3))
+    module.down_proj = spy = Seen()
+    module(x.reshape(*chosen.shape[:-1], site.inputs_size), chosen)
+    return (spy.x,)
+
+
+class Seen(nn.Module):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+        self.x = x
+        return x
+
+
+def experts(site: Any, w: mx.array, scales: mx.array, biases: mx.array) -> QuantizedSwitchLinear:
+    settings = {"bias": False, "group_size": site.group_size, "bits": site.bits}
+    module = QuantizedSwitchLinear(site.group_size, 8, 1, **settings)
+    module.weight, module.scales, module.biases = w, scales, biases
+    return module
 
 
 def linear(site: Any, w: mx.array, scales: mx.array, biases: mx.array) -> nn.QuantizedLinear:
