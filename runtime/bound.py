@@ -77,7 +77,7 @@ class Bound:
                 self.files = choose_files(spec, file, options.generate)
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
-            self.single = self._for_one_token(text, options.kernels)
+            self.weights.single = self._for_one_token(text, options.kernels)
             check_facts(text, spec)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
@@ -112,8 +112,7 @@ class Bound:
         plain = next((route for route in self.routes if not route.guard.quantized), None)
         if plain is None or plain.decode is None:
             return "a file with quantized caches alone cannot be checked at load"
-        both = self.weights, self.single
-        reason = decode_refused(both, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
+        reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
         self.decode_checked = not reason
         return reason
 

@@ -21,28 +21,24 @@ def on_gpu() -> bool:
 
 
 def decode_refused(
-    weights: tuple[Any, Any],
+    weights: Any,
     forward: Callable[..., mx.array],
     decode: Callable[..., mx.array],
     sites: Any,
     make_caches: Callable[[], list[Any]],
     vocabulary: int,
 ) -> str:
-    """Why `decode` is not to be used; empty if its logits and caches are those of `forward`, byte for byte.
-
-    weights: those of forward, and those of decode.
-    """
-    for_any, for_one = weights
+    """Why `decode` is not to be used; empty if its logits and caches are those of `forward`, byte for byte."""
     ours, theirs = make_caches(), make_caches()
     ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
     try:
         for caches in (ours, theirs):
-            if not evaluate(forward(for_any, ids, caches, no_tap)):
+            if not evaluate(forward(weights, ids, caches, no_tap)):
                 return "nothing can be compared inside mx.compile"
         for step in range(STEPS):
             token = ids[:, step : step + 1]
-            found = decode(for_one, sites, token, ours, no_tap)
-            expected = forward(for_any, token, theirs, no_tap)
+            found = decode(weights.single, sites, token, ours, no_tap)
+            expected = forward(weights, token, theirs, no_tap)
             if not _same(found, expected):
                 return f"its logits differ from those of forward at step {step}"
             for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

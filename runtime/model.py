@@ -71,7 +71,7 @@ class Specialized(Watched):
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is not None and route.guard.maskless(cache):
-            logits = decode(bound.single, route.sites, inputs, cache, hook)
+            logits = decode(bound.weights.single, route.sites, inputs, cache, hook)
         else:
             logits = route.forward(bound.weights, inputs, cache, hook)
         if step is not None:

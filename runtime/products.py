@@ -94,14 +94,12 @@ def _experts(layer: int, slot: str, parts: Sequence[Any], top_k: int) -> Iterato
 
 def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call]) -> Any:
     """`weights` for one token: those of `products` whose call is not the plain form take it. Shares all else."""
-    kernels = [(one, call) for one, call in zip(products, calls, strict=True) if call != one.site.plain]
-    if not kernels:
-        return weights
     single = SimpleNamespace(**vars(weights))
     single.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
-    for product, call in kernels:
-        owner = single if product.layer is None else single.layers[product.layer]
-        setattr(owner, product.slot, _launch(call, product))
+    for product, call in zip(products, calls, strict=True):
+        if call != product.site.plain:
+            owner = single if product.layer is None else single.layers[product.layer]
+            setattr(owner, product.slot, _launch(call, product))
     return single
 
 

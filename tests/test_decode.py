@@ -306,10 +306,9 @@ def primitives(*arrays: mx.array) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_fewer_primitives(name: str) -> None:
     model = specialize(toys.build(SHAPES[name], quantize=FOUR_BIT), spied(SHAPES[name])[0], strict=True)
-    bound = model._bound
-    route, weights = bound.routes[0], bound.weights
+    route, weights = model._bound.routes[0], model._bound.weights
     entries = (
-        lambda ids, cache: route.decode(bound.single, route.sites, ids, cache, no_tap),
+        lambda ids, cache: route.decode(weights.single, route.sites, ids, cache, no_tap),
         lambda ids, cache: route.forward(weights, ids, cache, no_tap),
         lambda ids, cache: model.monolith(ids, cache=cache),
     )

@@ -284,7 +284,7 @@ def models(
 
     def use(name: str) -> Callable[[mx.array], mx.array]:
         if name in weights:
-            bound.single = weights[name]
+            bound.weights.single = weights[name]
         return side(name)
 
     departs = dict.fromkeys(names, "")
