@@ -264,6 +264,7 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
     for kind in kinds:
         add(kind.geglu_site, "Geglu", size=kind.intermediate_size)
     if spec.experts:
+        add("router", "Router", experts=spec.experts.count, top_k=spec.experts.top_k)
         add("experts_geglu", "Geglu", size=spec.experts.intermediate_size, joined=False, experts=spec.experts.top_k)
     if spec.per_layer_input_size:
         add("feedforward_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=0)
@@ -364,7 +365,7 @@ def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
     if spec.per_layer_input_size:
         groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
     joined = "gated" if role is Role.READER else "qkv_proj gated"
-    groups.append(f"{joined} gated_experts down_experts" if spec.experts else joined)
+    groups.append(f"{joined} gated_experts summed_experts" if spec.experts else joined)
     return (*groups, "layer_scalar next_norm")
 
 

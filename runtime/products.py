@@ -12,16 +12,17 @@ import mlx.nn as nn
 from mlx_lm.models import switch_layers
 
 from .joining import join
-from .kernels import QuantizedExperts, QuantizedMatvec
+from .kernels import GatedExperts, QuantizedMatvec, SummedExperts
 from .kernels.site import Call
 from .watch import plain_class
-from .weights import GATED_EXPERTS, JOINED, LINEARS, parts_of
+from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
 
-# Bytes of packed weights from which the kernel saves the device more than it costs the host. One that takes geglu
-# along saves a launch, whatever its size.
+# Bytes of packed weights from which the kernel saves the device more than it costs the host. One that takes more along
+# than the product saves launches, whatever its size.
 LARGE = 8 << 20
 # Slots that `decode` never reads where it has joined them.
 APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gated": ("gate_proj", "up_proj")}
+EXPERTS = {"gated_experts": GATED_EXPERTS, "summed_experts": (DOWN_EXPERTS,)}
 MODEL = {"unembed": "embed_tokens", "per_layer_model_projection": "per_layer_model_projection"}
 
 
@@ -30,13 +31,14 @@ class Product(NamedTuple):
 
     layer: int | None
     slot: str
-    site: QuantizedMatvec | QuantizedExperts
+    site: QuantizedMatvec | GatedExperts | SummedExperts
     arrays: tuple[mx.array, ...]
 
 
 def pays(product: Product) -> bool:
     """Whether the kernel is worth its launch."""
-    return product.site.glu or product.site.packed_bytes >= LARGE
+    site = product.site
+    return not isinstance(site, QuantizedMatvec) or site.glu or site.packed_bytes >= LARGE
 
 
 def find_products(file: ModuleType, text: nn.Module, chosen: Callable[[Product], bool] = pays) -> tuple[Product, ...]:
@@ -50,8 +52,8 @@ def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
         slots = " ".join(groups).split()
         apart = {slot for whole, parts in APART.items() if whole in slots for slot in parts}
         for slot in slots:
-            if slot == "gated_experts":
-                yield from _experts(index, slot, parts_of(GATED_EXPERTS, layer), file.EXPERTS_GEGLU.experts)
+            if slot in EXPERTS:
+                yield from _experts(index, slot, parts_of(EXPERTS[slot], layer), file.ROUTER.top_k)
             paths = JOINED.get(slot) or ((LINEARS[slot],) if slot in LINEARS and slot not in apart else ())
             yield from _product(index, slot, parts_of(paths, layer))
     for slot in file.MODEL_WEIGHTS.split():
@@ -78,17 +80,18 @@ def _product(layer: int | None, slot: str, parts: Sequence[Any]) -> Iterator[Pro
 
 
 def _experts(layer: int, slot: str, parts: Sequence[Any], top_k: int) -> Iterator[Product]:
-    """One, if gate and up of the experts are affine weights without a bias, and alike."""
+    """One, if these parts of the experts are affine weights without a bias, and alike."""
     if any(plain_class(part) is not switch_layers.QuantizedSwitchLinear or "bias" in part for part in parts):
         return
     arrays = [part.get(key) for part in parts for key in ("weight", "scales", "biases")]
     alike = {(part.bits, part.group_size, part.mode, part.global_scale, part["weight"].shape) for part in parts}
-    gate = parts[0]
-    unlike = len(alike) > 1 or gate.mode != "affine" or gate.global_scale is not None
+    first = parts[0]
+    unlike = len(alike) > 1 or first.mode != "affine" or first.global_scale is not None
     if unlike or any(array is None for array in arrays):
         return
-    _, width, words = gate["weight"].shape
-    site = QuantizedExperts(words * 32 // gate.bits, width, top_k, gate.bits, gate.group_size)
+    _, width, words = first["weight"].shape
+    kind = GatedExperts if slot == "gated_experts" else SummedExperts
+    site = kind(words * 32 // first.bits, width, top_k, first.bits, first.group_size)
     yield Product(layer, slot, site, tuple(arrays))
 
 
@@ -105,10 +108,12 @@ def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call
 
 def _launch(call: Call, product: Product) -> Callable[..., mx.array]:
     """What the slot is called with; a kernel with geglu in it has no use for the one it is handed."""
-    if isinstance(product.site, QuantizedExperts):
-        arrays = product.arrays
+    arrays = product.arrays
+    if isinstance(product.site, GatedExperts):
         return lambda x, chosen, geglu: call(x, chosen, *arrays)
-    weight, scales, biases = product.arrays
+    if isinstance(product.site, SummedExperts):
+        return lambda x, chosen, gates: call(x, chosen, gates, *arrays)
+    weight, scales, biases = arrays
     if product.site.glu:
         return lambda x, geglu: call(x, weight, scales, biases)
     return lambda x: call(x, weight, scales, biases)

@@ -134,8 +134,8 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
         return (gated(call) if slot == "gated" else call), ()
     if slot == "gated_experts":
         return gated_experts(*(expert_linear(_get(module, path, where), False) for path in GATED_EXPERTS)), ()
-    if slot == "down_experts":
-        return expert_linear(_get(module, DOWN_EXPERTS, where), True), ()
+    if slot == "summed_experts":
+        return summed_experts(expert_linear(_get(module, DOWN_EXPERTS, where), True)), ()
     if slot in extra:
         return extra[slot], ()
     if slot == "unembed":
@@ -178,7 +178,22 @@ def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callab
 
 def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """(x, chosen, geglu) -> geglu of what the chosen experts' gate and up give. A kernel may do all three at once."""
-    return lambda x, chosen, geglu: geglu(gate(x, chosen), up(x, chosen))
+
+    def gated_experts(x: mx.array, chosen: mx.array, geglu: Callable[..., mx.array]) -> mx.array:
+        x = x.reshape(1, 1, 1, 1, -1)
+        return geglu(gate(x, chosen), up(x, chosen))
+
+    return gated_experts
+
+
+def summed_experts(down: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """(x, chosen, gates) -> the sum over the chosen experts of what their projection down gives, times their gates."""
+
+    def summed_experts(x: mx.array, chosen: mx.array, gates: mx.array) -> mx.array:
+        total: mx.array = (mx.expand_dims(gates, -1) * down(x, chosen).squeeze(-2)).sum(-2)
+        return total
+
+    return summed_experts
 
 
 def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:

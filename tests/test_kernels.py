@@ -21,13 +21,15 @@ from oracle import oracle
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
-    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
     backends,
     memory,
     report,
@@ -61,7 +63,9 @@ SITES: tuple[Site, ...] = (
     Geglu(64, joined=True, experts=2),
     PerLayerGate(64, 5),
     QuantizedMatvec(256, 96),
-    QuantizedExperts(128, 64, 3),
+    GatedExperts(128, 64, 3),
+    SummedExperts(64, 128, 3),
+    Router(16, 3),
     QuantizedMatvec(256, 96, bits=8, group_size=32, glu=True),
 )
 ONE = SITES[3]
@@ -425,7 +429,7 @@ def test_layouts_are_those_of_mlx() -> None:
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
 @pytest.mark.parametrize("site", SITES, ids=repr)
 def test_texts_are_whole(site: Site, backend: str) -> None:
-    if backend == "metal" and isinstance(site, (QuantizedExperts, QuantizedMatvec)):
+    if backend == "metal" and isinstance(site, (GatedExperts, QuantizedMatvec, Router, SummedExperts)):
         with pytest.raises(Unsupported, match="MLX's own kernel is used on Metal"):
             site.program(backend)
         return

@@ -16,11 +16,11 @@ from test_adapters import adapt
 from test_decode import ROOM, WIDE, agree, apart, groups, settled, spied, wholes
 
 from straightline.runtime import specialize
-from straightline.runtime.kernels import QuantizedExperts, QuantizedMatvec, Site, report
+from straightline.runtime.kernels import GatedExperts, QuantizedMatvec, Site, SummedExperts, report
 from straightline.runtime.model import text_model
 from straightline.runtime.products import LARGE, Product, find_products, pays, with_kernels
 
-PRODUCTS = (QuantizedMatvec, QuantizedExperts)
+PRODUCTS = (GatedExperts, QuantizedMatvec, SummedExperts)
 SHAPES = {"D6": toys.D6, "M6": toys.M6, "E6": toys.E6, "untied": toys.config(tie_word_embeddings=False)}
 
 
@@ -66,7 +66,11 @@ def test_what_a_layer_has() -> None:
     assert found(model, None) == {"unembed": (4, 64, 97)}
     assert found(built("untied")[0], None) == {"lm_head": (4, 64, 97)}
     experts = found(built("M6")[0])
-    assert experts == found(model) | {"router_proj": (4, 64, 8), "gated_experts": (4, 64, 0)}
+    assert experts == found(model) | {
+        "router_proj": (4, 64, 8),
+        "gated_experts": (4, 64, 0),
+        "summed_experts": (4, 64, 0),
+    }
     shared = built("E6")[0]
     assert found(shared, None)["per_layer_model_projection"][:2] == (4, 64)
     assert {"q_proj", "per_layer_input_gate"} < set(found(shared, 4))  # reads the K/V of another layer
@@ -87,7 +91,7 @@ def test_it_pays_for_the_large_and_where_a_launch_is_saved() -> None:
 
     outputs = LARGE * 8 // 4 // 1024
     assert pays(product(outputs)) and not pays(product(outputs - 2)) and pays(product(64, glu=True))
-    assert pays(Product(0, "slot", QuantizedExperts(64, 64, 2), ()))
+    assert pays(Product(0, "slot", GatedExperts(64, 64, 2), ()))
 
 
 @pytest.mark.parametrize("quantize", [FOUR_BIT, EIGHT_BIT, apart, None], ids=["4-bit", "8-bit", "apart", "plain"])
@@ -180,5 +184,5 @@ def test_a_kernel_that_is_off_leaves_the_slot_alone() -> None:
 def test_the_report_says_why_there_is_no_kernel() -> None:
     built("M6")
     reasons = {site: reason for site, (_, reason) in report().items() if isinstance(site, PRODUCTS)}
-    assert QuantizedExperts(64, 64, 2, group_size=32) in reasons
+    assert GatedExperts(64, 64, 2, group_size=32) in reasons
     assert set(reasons.values()) == {"the default device is the CPU"}

@@ -4,8 +4,9 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
+from .experts import GatedExperts, Router, SummedExperts
 from .gates import Geglu, PerLayerGate
-from .matvec import QuantizedExperts, QuantizedMatvec
+from .matvec import QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all
 from .rope import QKVRope
@@ -14,13 +15,15 @@ from .site import Site
 __all__ = [
     "Attention",
     "DualResidualNorms",
+    "GatedExperts",
     "Geglu",
     "PerLayerGate",
     "QKVRope",
-    "QuantizedExperts",
     "QuantizedMatvec",
     "ResidualNorms",
+    "Router",
     "Site",
+    "SummedExperts",
     "report",
     "resolve",
     "resolve_all",

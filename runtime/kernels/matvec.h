@@ -1,5 +1,5 @@
-// x @ w.T for one row and affine 4- or 8-bit weights, with the arithmetic of MLX's qmv_kernel (CUDA only): one warp
-// a row of w, LANE weights a lane and step, every weight q * scale + bias in bfloat16 with one rounding. 4-bit: LANE
+// Rows of x @ w.T for affine 4- or 8-bit weights, with the arithmetic of MLX's qmv_kernel (CUDA only): one warp a row
+// of w, LANE weights a lane and step, every weight q * scale + bias in bfloat16 with one rounding. 4-bit: LANE
 // bfloat16 sums a lane. 8-bit: LANE float sums. Then one float sum over a lane's, and a butterfly.
 namespace straightline {
 
@@ -95,7 +95,10 @@ struct Chosen<false> {
 };
 using Sums = typename Chosen<BITS == 4>::Sums;
 
-// The rows of weights that a warp takes at once, and what each of them gives with x.
+// From one row's x to the next one's: 0 where they share it.
+CONSTANT int X_STEP = APART ? INPUTS / 8 : 0;
+
+// The rows of weights that a warp takes at once, and what each of them gives with its x.
 struct Rows {
   const uint2* packed[ROWS];
   const T *scale[ROWS], *bias[ROWS];
@@ -122,7 +125,7 @@ struct Rows {
     UNROLL
     for (int r = 0; r < ROWS; r++)
       sums[r].step(
-          values + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
+          values + r * X_STEP + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
           bias[r][step * (STEP / GROUP)]);
   }
 };
@@ -132,39 +135,5 @@ CONSTANT int WIDTH = GLU ? OUTPUTS / 2 : OUTPUTS;
 
 // The first of the values that a warp writes.
 DEVICE int first_of(Place here) { return (here.block * (BLOCK / 32) + (here.tid >> 5)) * FINISHED; }
-
-// ROWS rows of w a warp: neighbours, or with GLU half of them of gate and the same of up.
-DEVICE void quantized_matvec(const T* x, const unsigned* w, const T* scales, const T* biases, T* out, Place here) {
-  const int lane = here.tid & 31, first = first_of(here);
-  if (first >= WIDTH) return;
-  Rows rows;
-  UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    const int row = min(first + r % FINISHED, WIDTH - 1); // beyond the last: done twice, written once
-    rows.set(r, w, scales, biases, row + (r / FINISHED) * WIDTH, lane);
-  }
-  T result[ROWS];
-  rows.times(x, lane, result);
-  if (lane == 0) finish(result, out, first);
-}
-
-// The same with GLU for the experts that are chosen, whose gate and up are arrays of their own: [experts, WIDTH, ..].
-DEVICE void quantized_experts(
-    const T* x, const unsigned* chosen, const unsigned* gate, const T* gate_scales, const T* gate_biases,
-    const unsigned* up, const T* up_scales, const T* up_biases, T* out, Place here) {
-  const int lane = here.tid & 31, first = first_of(here);
-  if (first >= WIDTH) return;
-  const size_t start = size_t(chosen[here.row]) * WIDTH;
-  Rows rows;
-  UNROLL
-  for (int r = 0; r < FINISHED; r++) {
-    const size_t row = start + min(first + r, WIDTH - 1);
-    rows.set(r, gate, gate_scales, gate_biases, row, lane);
-    rows.set(r + FINISHED, up, up_scales, up_biases, row, lane);
-  }
-  T result[ROWS];
-  rows.times(x, lane, result);
-  if (lane == 0) finish(result, out + here.row * WIDTH, first);
-}
 
 } // namespace straightline

@@ -59,14 +59,15 @@ class QuantizedMatvec(Site):
         return x, *draw.quantized(self.outputs_size, self.inputs_size, self.bits, self.group_size)
 
     def program(self, backend: str) -> Program:
-        sizes = _sizes(backend, self.inputs_size, self.outputs_size, self.bits, self.group_size, self.glu)
+        constants = sizes(backend, self.inputs_size, self.outputs_size, self.bits, self.group_size, self.glu)
         rows, unrolled = (4, 2) if self.glu or self.outputs_size > 8192 else (1, 8)
+        finish = ("gelu.h", "matvec_geglu.h") if self.glu else ("matvec_rows.h",)
         names = ("x", "w", "s", "b", "y")
         return Program(
             backend,
             "quantized_matvec",
-            headers=("gelu.h", "matvec_geglu.h", "matvec.h") if self.glu else ("matvec_rows.h", "matvec.h"),
-            constants=(*sizes, ("ROWS", rows), ("UNROLLED", unrolled), ("BLOCK", 32 * WARPS)),
+            headers=(*finish, "matvec.h", "matvec_product.h"),
+            constants=(*constants, ("ROWS", rows), ("UNROLLED", unrolled), ("BLOCK", 32 * WARPS)),
             inputs=names[:4],
             outputs=names[4:],
             arguments=names,
@@ -75,81 +76,10 @@ class QuantizedMatvec(Site):
         )
 
 
-@dataclass(frozen=True)
-class QuantizedExperts(Site):
-    """(x, chosen, gate, scales, biases, up, scales, biases) -> geglu of both products of each chosen expert.
-
-    x: [1, 1, 1, 1, inputs]; chosen: uint32 [1, 1, top_k]; gate, up: uint32 [experts, width, inputs * bits / 32], each
-    with scales and biases [experts, width, inputs / group_size]. Result: [1, 1, top_k, 1, width].
-    """
-
-    inputs_size: int
-    width: int
-    top_k: int
-    bits: int = 4
-    group_size: int = 64
-
-    glu: ClassVar[bool] = True
-    seeds: ClassVar[int] = 8
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.inputs_size
-
-    @property
-    def packed_bytes(self) -> int:
-        """Of the weights that a token reads, without their scales and biases."""
-        return 2 * self.top_k * self.width * self.inputs_size * self.bits // 8
-
-    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        return ((rows, 1, self.top_k, 1, self.width),)
-
-    def plain(self, *inputs: Any) -> Outputs:
-        x, chosen, *weights = inputs
-        gate, up = (self._gathered(x, chosen, *weights[start : start + 3]) for start in (0, 3))
-        y: mx.array = geglu(gate, up)
-        return y
-
-    def _gathered(self, x: mx.array, chosen: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        y: mx.array = mx.gather_qmm(
-            x, w, scales, biases, rhs_indices=chosen, transpose=True, group_size=self.group_size, bits=self.bits
-        )
-        return y
-
-    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
-        draw = Draw(seed, dtype)
-        x = draw.normal(rows, 1, 1, 1, self.inputs_size, scales=(0.05, 1.0, 20.0))
-        experts = 2 * self.top_k
-        chosen = mx.random.permutation(experts, key=draw.key())[: self.top_k].astype(mx.uint32)
-        weights = [
-            array.reshape(experts, self.width, -1)
-            for _ in range(2)
-            for array in draw.quantized(experts * self.width, self.inputs_size, self.bits, self.group_size)
-        ]
-        return x, chosen.reshape(1, 1, -1), *weights
-
-    def program(self, backend: str) -> Program:
-        sizes = _sizes(backend, self.inputs_size, 2 * self.width, self.bits, self.group_size, True)
-        names = ("x", "k", "gw", "gs", "gb", "uw", "us", "ub", "y")
-        return Program(
-            backend,
-            "quantized_experts",
-            headers=("gelu.h", "matvec_geglu.h", "matvec.h"),
-            constants=(*sizes, ("ROWS", 2), ("UNROLLED", 4), ("BLOCK", 32 * WARPS)),
-            inputs=names[:-1],
-            outputs=names[-1:],
-            arguments=names,
-            threads=32 * WARPS,
-            blocks=-(-self.width // WARPS),
-            lines=self.top_k,
-        )
-
-
-def _sizes(
-    backend: str, inputs: int, outputs: int, bits: int, group_size: int, glu: bool
+def sizes(
+    backend: str, inputs: int, outputs: int, bits: int, group_size: int, glu: bool = False, apart: bool = False
 ) -> tuple[tuple[str, int | float], ...]:
-    """The constants of both kernels. Raises Unsupported."""
+    """Constants of every kernel over quantized weights. apart: each row has an x of its own. Raises Unsupported."""
     if backend != "cuda":
         raise Unsupported("MLX's own kernel is used on Metal")
     if bits not in (4, 8) or group_size not in (32, 64, 128):
@@ -158,5 +88,5 @@ def _sizes(
         raise Unsupported(f"{outputs} x {inputs} weights; expected whole groups, an even number")
     return (
         *(("INPUTS", inputs), ("OUTPUTS", outputs)),
-        *(("BITS", bits), ("GROUP", group_size), ("GLU", glu)),
+        *(("BITS", bits), ("GROUP", group_size), ("GLU", glu), ("APART", apart)),
     )

@@ -27,13 +27,15 @@ from oracle import oracle
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
-    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
     report,
     resolve_all,
 )
@@ -272,8 +274,10 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
         yield QuantizedMatvec(width, hidden)
     yield QuantizedMatvec(hidden, text["vocab_size"])
     if text.get("enable_moe_block"):
-        yield QuantizedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"])
-        yield QuantizedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits=8)
+        yield Router(text["num_experts"], text["top_k_experts"])
+        for bits in (4, 8):
+            yield GatedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits)
+            yield SummedExperts(text["moe_intermediate_size"], hidden, text["top_k_experts"], bits)
     if size in ("12b", "26b"):
         yield QuantizedMatvec(hidden, 2 * widths(text)[0], bits=8, glu=True)
         yield QuantizedMatvec(widths(text)[0], hidden, bits=8)

@@ -33,7 +33,15 @@ import mlx.core as mx
 from machine import ROOT, describe
 
 from straightline.runtime import load_generated, specialize
-from straightline.runtime.kernels import Geglu, QuantizedExperts, report, resolve, resolve_all
+from straightline.runtime.kernels import (
+    GatedExperts,
+    Geglu,
+    QuantizedMatvec,
+    SummedExperts,
+    report,
+    resolve,
+    resolve_all,
+)
 from straightline.runtime.kernels.backends import detect
 from straightline.runtime.kernels.launch import launcher
 from straightline.runtime.kernels.selfcheck import compare
@@ -91,7 +99,7 @@ def check(size: str, options: argparse.Namespace, late: Callable[[], bool]) -> i
     model = specialize(built, file, strict=True, kernels=True)
     print(f"\n== {size}: specialize {time.perf_counter() - start:.1f} s; one token: {decoding(model)}", flush=True)
     inner = model.get("language_model", model)
-    found = find_products(file, inner, lambda one: one.site.glu or one.site.packed_bytes >= SMALLEST or options.toy)
+    found = find_products(file, inner, lambda one: pays(one) or packed_bytes(one.site) >= SMALLEST or options.toy)
     bad = 0
     if "models" in options.only:
         context = 20 if options.toy else CONTEXTS.get(size, 1100)
@@ -135,11 +143,12 @@ def product(one: Product) -> int:
         print(f"   {one.slot}: {site}: {state}: {reason}", flush=True)
         return 1
     d0, h0, d1, h1 = cost(site, {"MLX": own(site), "kernel": call})
-    read = site.packed_bytes * (1 + 32 / (site.bits * site.group_size))
-    outputs = 2 * site.top_k * site.width if isinstance(site, QuantizedExperts) else site.outputs_size
-    slot = f"{one.slot}{' + geglu' if site.glu else ''}"
+    packed = packed_bytes(site)
+    read = packed * (1 + 32 / (site.bits * site.group_size))
+    outputs = packed * 8 // site.bits // site.inputs_size
+    slot = f"{one.slot}{' + geglu' if site.width < outputs and not isinstance(site, SummedExperts) else ''}"
     print(
-        f"   {slot:<28} {f'{outputs} x {site.inputs_size}':>14} {site.bits:>4} {site.packed_bytes / 1e6:>6.1f} "
+        f"   {slot:<28} {f'{outputs} x {site.inputs_size}':>14} {site.bits:>4} {packed / 1e6:>6.1f} "
         f"| {d0:>14.1f} {d1:>7.1f} {d0 - d1:>6.1f} | {read / d0 / 1e3:>9.0f} {read / d1 / 1e3:>6.0f} "
         f"| {h0:>12.1f} {h1:>6.1f} {h1 - h0:>5.1f} | {'yes' if pays(one) else 'no'}",
         flush=True,
@@ -150,18 +159,34 @@ def product(one: Product) -> int:
 def own(site: Any) -> Callable[..., mx.array]:
     """What runs where the kernel does not: MLX's products, then the kernel for geglu."""
     settings = {"transpose": True, "group_size": site.group_size, "bits": site.bits}
-    if isinstance(site, QuantizedExperts):
+    if isinstance(site, SummedExperts):
+        turns = mx.arange(site.top_k, dtype=mx.uint32).reshape(1, 1, site.top_k)
+
+        def summed(x: mx.array, chosen: mx.array, gates: mx.array, *w: mx.array) -> mx.array:
+            y = mx.gather_qmm(x, *w, lhs_indices=turns, rhs_indices=chosen, **settings)
+            return (mx.expand_dims(gates, -1) * y.squeeze(-2)).sum(-2)
+
+        return summed
+    if isinstance(site, GatedExperts):
         both = resolve(Geglu(site.width, joined=False, experts=site.top_k))
         rows = mx.zeros((1, 1, site.top_k), dtype=mx.uint32)
 
         def experts(x: mx.array, chosen: mx.array, *weights: mx.array) -> mx.array:
-            halves = (weights[:3], weights[3:])
+            x, halves = x.reshape(1, 1, 1, 1, -1), (weights[:3], weights[3:])
             gate, up = (mx.gather_qmm(x, *w, lhs_indices=rows, rhs_indices=chosen, **settings) for w in halves)
             return both(gate, up)
 
         return experts
     geglu = resolve(Geglu(site.width)) if site.glu else lambda y: y
     return lambda x, w, s, b: geglu(mx.quantized_matmul(x, w, scales=s, biases=b, **settings))
+
+
+def packed_bytes(site: Any) -> int:
+    """Of the weights that a token reads, without their scales and biases."""
+    if isinstance(site, QuantizedMatvec):
+        return site.packed_bytes
+    rows = site.top_k * site.width * (1 if isinstance(site, SummedExperts) else 2)
+    return rows * site.inputs_size * site.bits // 8
 
 
 def cost(site: Any, sides: dict[str, Callable[..., mx.array]], rounds: int = 5) -> list[float]:
@@ -206,7 +231,7 @@ def tune(found: tuple[Product, ...], late: Callable[[], bool]) -> int:
             differs = compare(site, call, mx.bfloat16, 1).differs
             device, _ = cost(site, {"kernel": call}, 3)
             now = " (as it is)" if program == site.program("cuda") else ""
-            speed = site.packed_bytes * (1 + 32 / (site.bits * site.group_size)) / device / 1e3
+            speed = packed_bytes(site) * (1 + 32 / (site.bits * site.group_size)) / device / 1e3
             print(
                 f"   tune {slot:<10} {rows} rows, {unrolled} steps, {warps} warps: {device:7.1f} us, "
                 f"{speed:5.0f} GB/s{now} {differs}",
@@ -261,7 +286,7 @@ def models(
         "head": lambda one: one.slot in heads,
         "head, gated": lambda one: one.slot in (*heads, "gated"),
         "head, gated, down": lambda one: one.slot in (*heads, "gated", "down_proj"),
-        **({"gated, experts": lambda one: one.site.glu} if experts else {}),
+        **({"gated, experts": lambda one: pays(one) and one.slot not in (*heads, "qkv_proj")} if experts else {}),
         "all": lambda one: True,
         "as chosen": pays,
     }

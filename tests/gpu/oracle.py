@@ -11,13 +11,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
-    QuantizedExperts,
     QuantizedMatvec,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -44,8 +46,12 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return per_layer_gate(site, *inputs)
         case QuantizedMatvec():
             return quantized(site, *inputs)
-        case QuantizedExperts():
+        case GatedExperts():
             return gated_experts(site, *inputs)
+        case SummedExperts():
+            return summed_experts(site, *inputs)
+        case Router():
+            return router(site, *inputs)
     raise NotImplementedError(f"no module of mlx-lm has {site}")
 
 
@@ -257,6 +263,23 @@ def gated_experts(site: Any, x: mx.array, chosen: mx.array, *weights: mx.array) 
     module.down_proj = spy = Seen()
     module(x.reshape(*chosen.shape[:-1], site.inputs_size), chosen)
     return (spy.x,)
+
+
+def summed_experts(
+    site: Any, x: mx.array, chosen: mx.array, gates: mx.array, *weights: mx.array
+) -> tuple[mx.array, ...]:
+    module = gemma4_text.Experts(arguments(hidden_size=64))
+    module.switch_glu.gate_proj = module.switch_glu.up_proj = lambda *args, **kwargs: x
+    module.switch_glu.activation = lambda up, gate: x
+    module.switch_glu.down_proj = experts(site, *weights)
+    return (module(mx.zeros((1, 1, 64), dtype=x.dtype), chosen, gates),)
+
+
+def router(site: Any, scores: mx.array, scales: mx.array) -> tuple[mx.array, ...]:
+    module = gemma4_text.Router(arguments(num_experts=site.experts, top_k_experts=site.top_k))
+    module.proj = gives(scores)
+    module.per_expert_scale = scales
+    return tuple(module(mx.zeros((1, 1, 64), dtype=scores.dtype)))
 
 
 class Seen(nn.Module):
