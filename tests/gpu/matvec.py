@@ -98,6 +98,9 @@ def check(size: str, options: argparse.Namespace, late: Callable[[], bool]) -> i
     start = time.perf_counter()
     model = specialize(built, file, strict=True, kernels=True)
     print(f"\n== {size}: specialize {time.perf_counter() - start:.1f} s; one token: {decoding(model)}", flush=True)
+    for site, (state, reason) in report().items():
+        if state == "plain":
+            print(f"   plain: {site}: {reason}", flush=True)
     inner = model.get("language_model", model)
     found = find_products(file, inner, lambda one: pays(one) or packed_bytes(one.site) >= SMALLEST or options.toy)
     bad = 0
