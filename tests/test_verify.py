@@ -485,8 +485,21 @@ DECODE = (
         "w.first_norm",
         "§w.norm",
     ),
-    one("decode", 'has "9"; expected "8"', "kth=-8", "kth=-§9", target=MOE),
-    one("decode", 'has "7"; expected "8"', "[..., -8:]", "[..., -§7:]", target=MOE),
+    one("decode", 'has "gates"; expected "chosen"', "    chosen, gates = ", "    §gates, chosen = ", target=MOE),
+    one(
+        "decode",
+        'has "w.per_expert_scale"; expected "w.router_proj(r)"',
+        "s.router(w.router_proj(r), w.per_expert_scale)",
+        "s.router(§w.per_expert_scale, w.router_proj(r))",
+        target=MOE,
+    ),
+    one(
+        "decode",
+        'has "gates"; expected "chosen"',
+        "s.experts_geglu), chosen, g",
+        "s.experts_geglu), §gates, g",
+        target=MOE,
+    ),
     one("decode", 'has "y"; expected "dense"', DUAL, DUAL.replace("dense, y", "§y, dense"), target=MOE),
     one(
         "decode",
@@ -604,6 +617,13 @@ SITES = (
         "SLIDING_QKV[5] is True; expected False",
         WAYS,
         WAYS.replace("= Q", "= §Q").replace("v=False", "v=True"),
+    ),
+    edit(
+        "constants",
+        "ROUTER[1] is 7; expected 8",
+        "ROUTER = Router(experts=128, top_k=8)",
+        "ROUTER = §Router(experts=128, top_k=7)",
+        target=MOE,
     ),
     edit(
         "constants",
