@@ -24,42 +24,42 @@ SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gated",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gated",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -351,7 +351,7 @@ def decode_sliding(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -364,7 +364,7 @@ def decode_full(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -377,7 +377,7 @@ def decode_sliding_source(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -390,7 +390,7 @@ def decode_full_source(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -403,7 +403,7 @@ def decode_sliding_reader(w, s, h, x, kv, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.wide_geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -416,7 +416,7 @@ def decode_full_reader(w, s, h, x, kv, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.wide_geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 

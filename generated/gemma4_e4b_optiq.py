@@ -37,56 +37,56 @@ SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gated",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gated",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gated",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -455,7 +455,7 @@ def decode_sliding_4bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -469,7 +469,7 @@ def decode_sliding_8bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -483,7 +483,7 @@ def decode_full_4bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -497,7 +497,7 @@ def decode_full_8bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -511,7 +511,7 @@ def decode_sliding_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -525,7 +525,7 @@ def decode_full_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -539,7 +539,7 @@ def decode_sliding_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -553,7 +553,7 @@ def decode_full_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
     y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 

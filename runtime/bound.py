@@ -18,7 +18,7 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .kernels import Site, resolve_all
-from .products import find_products, with_kernels
+from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
@@ -89,7 +89,7 @@ class Bound:
 
     def _for_one_token(self, text: nn.Module, kernels: bool) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
-        products = find_products(self.files[0], text)
+        products = tuple(filter(pays, find_products(self.files[0], text)))
         sites = [site for file in self.files for site in _sites(file).values()]
         calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
         return with_kernels(self.weights, products, calls[len(sites) :])

@@ -11,17 +11,23 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import switch_layers
 
+from .evaluation import evaluate
 from .joining import join
-from .kernels import GatedExperts, QuantizedMatvec, SummedExperts
+from .kernels import GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, SummedExperts
 from .kernels.site import Call
 from .watch import plain_class
 from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
 
-# Bytes of packed weights from which the kernel saves the device more than it costs the host. One that takes more along
-# than the product saves launches, whatever its size.
-LARGE = 8 << 20
+# Bytes of packed 4-bit weights from which the kernel saves the device more than twice of what it costs the host more
+# than MLX's own. (Of 8-bit weights, MLX's own is as fast.) One that takes more along than the product saves launches,
+# whatever its size. Measured on an H200: docs/decode.md.
+LARGE = 14 << 20
 # Slots that `decode` never reads where it has joined them.
-APART = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gated": ("gate_proj", "up_proj")}
+APART = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gated": ("gate_proj", "up_proj"),
+    "per_layer_gated": ("per_layer_input_gate",),
+}
 EXPERTS = {"gated_experts": GATED_EXPERTS, "summed_experts": (DOWN_EXPERTS,)}
 MODEL = {"unembed": "embed_tokens", "per_layer_model_projection": "per_layer_model_projection"}
 
@@ -31,19 +37,21 @@ class Product(NamedTuple):
 
     layer: int | None
     slot: str
-    site: QuantizedMatvec | GatedExperts | SummedExperts
+    site: QuantizedMatvec | QuantizedPerLayerGate | GatedExperts | SummedExperts
     arrays: tuple[mx.array, ...]
 
 
 def pays(product: Product) -> bool:
     """Whether the kernel is worth its launch."""
     site = product.site
-    return not isinstance(site, QuantizedMatvec) or site.glu or site.packed_bytes >= LARGE
+    if not isinstance(site, QuantizedMatvec) or site.glu:
+        return True
+    return site.bits == 4 and site.packed_bytes >= LARGE
 
 
-def find_products(file: ModuleType, text: nn.Module, chosen: Callable[[Product], bool] = pays) -> tuple[Product, ...]:
-    """Those of a model that is bound to this file, joined where they are."""
-    return tuple(filter(chosen, _products(file, text)))
+def find_products(file: ModuleType, text: nn.Module) -> tuple[Product, ...]:
+    """All of a model that is bound to this file, joined where they are."""
+    return tuple(_products(file, text))
 
 
 def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
@@ -54,6 +62,9 @@ def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
         for slot in slots:
             if slot in EXPERTS:
                 yield from _experts(index, slot, parts_of(EXPERTS[slot], layer), file.ROUTER.top_k)
+            if slot == "per_layer_gated":
+                for one in _product(index, slot, parts_of((LINEARS["per_layer_input_gate"],), layer)):
+                    yield _per_layer(one, index, len(file.LAYER_WEIGHTS))
             paths = JOINED.get(slot) or ((LINEARS[slot],) if slot in LINEARS and slot not in apart else ())
             yield from _product(index, slot, parts_of(paths, layer))
     for slot in file.MODEL_WEIGHTS.split():
@@ -77,6 +88,16 @@ def _product(layer: int | None, slot: str, parts: Sequence[Any]) -> Iterator[Pro
     outputs, words = weight.shape
     site = QuantizedMatvec(words * 32 // first.bits, outputs, first.bits, first.group_size, glu=slot == "gated")
     yield Product(layer, slot, site, (weight, scales, biases))
+
+
+def _per_layer(product: Product, layer: int, layers: int) -> Product:
+    """The same product with its gate; the layer as an array, which is what a kernel can read."""
+    site = product.site
+    assert isinstance(site, QuantizedMatvec)
+    gate = QuantizedPerLayerGate(site.inputs_size, site.outputs_size, layers, site.bits, site.group_size)
+    index = mx.array(layer, dtype=mx.int32)
+    evaluate(index)
+    return product._replace(site=gate, arrays=(*product.arrays, index))
 
 
 def _experts(layer: int, slot: str, parts: Sequence[Any], top_k: int) -> Iterator[Product]:
@@ -113,6 +134,9 @@ def _launch(call: Call, product: Product) -> Callable[..., mx.array]:
         return lambda x, chosen, geglu: call(x, chosen, *arrays)
     if isinstance(product.site, SummedExperts):
         return lambda x, chosen, gates: call(x, chosen, gates, *arrays)
+    if isinstance(product.site, QuantizedPerLayerGate):
+        weight, scales, biases, index = arrays
+        return lambda h, per_layer, layer, gate: call(h, weight, scales, biases, per_layer, index)
     weight, scales, biases = arrays
     if product.site.glu:
         return lambda x, geglu: call(x, weight, scales, biases)

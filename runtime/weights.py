@@ -132,6 +132,8 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in JOINED:
         call = joined(parts_of(JOINED[slot], module))
         return (gated(call) if slot == "gated" else call), ()
+    if slot == "per_layer_gated":
+        return per_layer_gated(linear(_get(module, LINEARS["per_layer_input_gate"], where))), ()
     if slot == "gated_experts":
         return gated_experts(*(expert_linear(_get(module, path, where), False) for path in GATED_EXPERTS)), ()
     if slot == "summed_experts":
@@ -174,6 +176,11 @@ def joined(parts: list[Any]) -> Callable[[mx.array], mx.array]:
 def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callable[[mx.array], mx.array]], mx.array]:
     """(x, geglu) -> geglu of the joined row of gate and up. A kernel may do both at once."""
     return lambda x, geglu: geglu(gate_up(x))
+
+
+def per_layer_gated(project: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+    """(h, per_layer, layer, gate) -> gate of the projection of h and a per-layer input. A kernel may do both."""
+    return lambda h, per_layer, layer, gate: gate(project(h), per_layer, layer)
 
 
 def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -16,11 +16,18 @@ from test_adapters import adapt
 from test_decode import ROOM, WIDE, agree, apart, groups, settled, spied, wholes
 
 from straightline.runtime import specialize
-from straightline.runtime.kernels import GatedExperts, QuantizedMatvec, Site, SummedExperts, report
+from straightline.runtime.kernels import (
+    GatedExperts,
+    QuantizedMatvec,
+    QuantizedPerLayerGate,
+    Site,
+    SummedExperts,
+    report,
+)
 from straightline.runtime.model import text_model
 from straightline.runtime.products import LARGE, Product, find_products, pays, with_kernels
 
-PRODUCTS = (GatedExperts, QuantizedMatvec, SummedExperts)
+PRODUCTS = (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, SummedExperts)
 SHAPES = {"D6": toys.D6, "M6": toys.M6, "E6": toys.E6, "untied": toys.config(tie_word_embeddings=False)}
 
 
@@ -41,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[Site]:
         return tuple(kernel(site) if isinstance(site, PRODUCTS) and kernels else site.plain for site in sites)
 
     monkeypatch.setattr("straightline.runtime.bound.resolve_all", resolve_all)
-    monkeypatch.setattr("straightline.runtime.products.LARGE", 0)
+    monkeypatch.setattr("straightline.runtime.bound.pays", lambda product: True)
     return counted
 
 
@@ -54,7 +61,7 @@ def built(name: str, quantize: Any = FOUR_BIT) -> tuple[Any, Counter[str]]:
 
 def found(model: Any, layer: int | None = 0) -> dict[str, tuple[int, ...]]:
     """Slot: bits, inputs, outputs, of one layer or of the model."""
-    products = find_products(model._bound.files[0], text_model(model), lambda one: one.layer == layer)
+    products = [one for one in find_products(model._bound.files[0], text_model(model)) if one.layer == layer]
     return {one.slot: (one.site.bits, one.site.inputs_size, getattr(one.site, "outputs_size", 0)) for one in products}
 
 
@@ -73,8 +80,8 @@ def test_what_a_layer_has() -> None:
     }
     shared = built("E6")[0]
     assert found(shared, None)["per_layer_model_projection"][:2] == (4, 64)
-    assert {"q_proj", "per_layer_input_gate"} < set(found(shared, 4))  # reads the K/V of another layer
-    assert "q_proj" not in found(shared, 0)
+    assert {"q_proj", "per_layer_gated"} < set(found(shared, 4))  # reads the K/V of another layer
+    assert not {"q_proj", "per_layer_input_gate"} & set(found(shared, 0))
 
 
 def test_other_quantizations() -> None:
@@ -90,6 +97,7 @@ def test_it_pays_for_the_large_and_where_a_launch_is_saved() -> None:
         return Product(0, "slot", QuantizedMatvec(1024, outputs, glu=glu), ())
 
     outputs = LARGE * 8 // 4 // 1024
+    assert not pays(product(outputs)._replace(site=QuantizedMatvec(1024, outputs, bits=8)))
     assert pays(product(outputs)) and not pays(product(outputs - 2)) and pays(product(64, glu=True))
     assert pays(Product(0, "slot", GatedExperts(64, 64, 2), ()))
 
@@ -172,7 +180,8 @@ def test_weights_are_held_once(calls: Counter[Site]) -> None:
 
 def test_a_kernel_that_is_off_leaves_the_slot_alone() -> None:
     model, _ = built("D6")
-    products = find_products(model._bound.files[0], text_model(model), lambda one: one.slot in ("gated", "o_proj"))
+    every = find_products(model._bound.files[0], text_model(model))
+    products = [one for one in every if one.slot in ("gated", "o_proj")]
     weights = model._bound.weights
     single = with_kernels(weights, products, [one.site.plain for one in products])
     assert single is not weights and vars(single.layers[0]) == vars(weights.layers[0])

@@ -40,7 +40,7 @@ def _layer(kind: Kind) -> Iterator[str]:
         yield f"y = {' + '.join(branches)}"
     if kind.per_layer_input:
         yield "h = s.feedforward_end(y, h, w.post_feedforward_layernorm)"
-        yield "y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))"
+        yield "y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))"
     end = "post_per_layer_input_norm" if kind.per_layer_input else "post_feedforward_layernorm"
     if kind.experts and not kind.per_layer_input:
         ends = "w.post_feedforward_layernorm_1, w.post_feedforward_layernorm_2, w.post_feedforward_layernorm"

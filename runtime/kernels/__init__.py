@@ -6,7 +6,7 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 from .attention import Attention
 from .experts import GatedExperts, Router, SummedExperts
 from .gates import Geglu, PerLayerGate
-from .matvec import QuantizedMatvec
+from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all
 from .rope import QKVRope
@@ -20,6 +20,7 @@ __all__ = [
     "PerLayerGate",
     "QKVRope",
     "QuantizedMatvec",
+    "QuantizedPerLayerGate",
     "ResidualNorms",
     "Router",
     "Site",

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..ops import geglu
+from ..ops import geglu, gelu_approx
 from .draw import Draw
 from .program import Program, Unsupported
 from .site import Outputs, Site
@@ -60,7 +60,7 @@ class QuantizedMatvec(Site):
 
     def program(self, backend: str) -> Program:
         constants = sizes(backend, self.inputs_size, self.outputs_size, self.bits, self.group_size, self.glu)
-        rows, unrolled = (4, 2) if self.glu or self.outputs_size > 8192 else (1, 8)
+        rows, unrolled = (2, 4) if self.glu or self.outputs_size > 65536 else (1, 8)
         finish = ("gelu.h", "matvec_geglu.h") if self.glu else ("matvec_rows.h",)
         names = ("x", "w", "s", "b", "y")
         return Program(
@@ -73,6 +73,62 @@ class QuantizedMatvec(Site):
             arguments=names,
             threads=32 * WARPS,
             blocks=-(-self.width // (WARPS * (rows // 2 if self.glu else rows))),
+        )
+
+
+@dataclass(frozen=True)
+class QuantizedPerLayerGate(Site):
+    """(x, w, scales, biases, per_layer, layer) -> gelu_approx(x @ w.T) * per_layer[:, :, layer, :].
+
+    x: [1, 1, inputs]; w: uint32 [size, inputs * bits / 32]; scales, biases: [size, inputs / group_size]; per_layer:
+    [1, 1, layers, size]; layer: int32, an array without dimensions. Result: [1, 1, size].
+    """
+
+    inputs_size: int
+    size: int
+    layers: int
+    bits: int = 4
+    group_size: int = 64
+
+    seeds: ClassVar[int] = 48
+    one_row: ClassVar[bool] = True
+
+    @property
+    def unit(self) -> int:
+        return self.inputs_size
+
+    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        return ((rows, 1, self.size),)
+
+    def plain(self, *inputs: Any) -> Outputs:
+        x, w, scales, biases, per_layer, layer = inputs
+        gate: mx.array = mx.quantized_matmul(
+            x, w, scales=scales, biases=biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
+        product: mx.array = gelu_approx(gate) * mx.take(per_layer, layer, axis=2)
+        return product
+
+    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
+        draw = Draw(seed, dtype)
+        x = draw.normal(rows, 1, self.inputs_size, scales=(0.05, 0.3, 1.0, 3.0, 20.0))
+        weights = draw.quantized(self.size, self.inputs_size, self.bits, self.group_size)
+        per_layer = draw.normal(rows, 1, self.layers, self.size)
+        return x, *weights, per_layer, mx.array(seed % self.layers, dtype=mx.int32)
+
+    def program(self, backend: str) -> Program:
+        constants = sizes(backend, self.inputs_size, self.size, self.bits, self.group_size)
+        names = ("x", "w", "s", "b", "u", "l", "y")
+        warps = 2  # rows are few
+        return Program(
+            backend,
+            "quantized_per_layer_gate",
+            headers=("gelu.h", "matvec.h", "matvec_per_layer.h"),
+            constants=(*constants, ("ROWS", 1), ("UNROLLED", 8), ("BLOCK", 32 * warps), ("LAYERS", self.layers)),
+            inputs=names[:-1],
+            outputs=names[-1:],
+            arguments=names,
+            threads=32 * warps,
+            blocks=-(-self.size // warps),
         )
 
 

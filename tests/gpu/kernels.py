@@ -32,6 +32,7 @@ from straightline.runtime.kernels import (
     PerLayerGate,
     QKVRope,
     QuantizedMatvec,
+    QuantizedPerLayerGate,
     ResidualNorms,
     Router,
     Site,
@@ -273,6 +274,9 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
         yield QuantizedMatvec(hidden, 2 * width, glu=True)
         yield QuantizedMatvec(width, hidden)
     yield QuantizedMatvec(hidden, text["vocab_size"])
+    if text["hidden_size_per_layer_input"]:
+        for bits in (4, 8):
+            yield QuantizedPerLayerGate(hidden, text["hidden_size_per_layer_input"], text["num_hidden_layers"], bits)
     if text.get("enable_moe_block"):
         yield Router(text["num_experts"], text["top_k_experts"])
         for bits in (4, 8):

@@ -16,6 +16,7 @@ from straightline.runtime.kernels import (
     PerLayerGate,
     QKVRope,
     QuantizedMatvec,
+    QuantizedPerLayerGate,
     ResidualNorms,
     Router,
     Site,
@@ -46,6 +47,8 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return per_layer_gate(site, *inputs)
         case QuantizedMatvec():
             return quantized(site, *inputs)
+        case QuantizedPerLayerGate():
+            return quantized_per_layer_gate(site, *inputs)
         case GatedExperts():
             return gated_experts(site, *inputs)
         case SummedExperts():
@@ -240,9 +243,19 @@ def mlp(gate: Any, up: Any) -> Any:
 
 
 def per_layer_gate(site: Any, gate: mx.array, per_layer: mx.array, index: int) -> tuple[mx.array, ...]:
-    h = mx.zeros((gate.shape[0], 1, 64), dtype=gate.dtype)
+    return with_gate(site, gives(gate), per_layer, index)
+
+
+def quantized_per_layer_gate(
+    site: Any, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, per_layer: mx.array, index: mx.array
+) -> tuple[mx.array, ...]:
+    return with_gate(site, gives(linear(site, w, scales, biases)(x)), per_layer, int(index.item()))
+
+
+def with_gate(site: Any, gate: Any, per_layer: mx.array, index: int) -> tuple[mx.array, ...]:
+    h = mx.zeros((per_layer.shape[0], 1, 64), dtype=per_layer.dtype)
     layer = layer_of(SimpleNamespace(unit=64, eps=1e-6), h, hidden_size_per_layer_input=site.size)
-    layer.per_layer_input_gate = gives(gate)
+    layer.per_layer_input_gate = gate
     layer.per_layer_projection = spy = Spy(gives(h))
     layer(h, per_layer_input=per_layer[:, :, index, :])
     return (spy.seen,)
