@@ -437,10 +437,16 @@ DECODE = (
     one(
         "decode",
         'has "h"; expected "layer"',
-        "per_layer, layer))",
-        "per_layer, §h))",
+        "per_layer, layer, s.per",
+        "per_layer, §h, s.per",
         "h, x = s.layer_end(y, h,",
         "h, x = s.layer_end(y, layer,",
+    ),
+    one(
+        "decode",
+        'has "s.geglu"; expected "s.per_layer_gate"',
+        "layer, s.per_layer_gate)",
+        "layer, §s.geglu)",
     ),
     one("decode", 'has "x"; expected "h"', "return h, x\n", "return §x, h\n"),
     one("decode", 'has "v"; expected "k"', "return h, x, (k, v)", "return h, x, (§v, k)"),
