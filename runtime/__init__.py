@@ -6,9 +6,10 @@ Names are imported when they are first used, so that `straightline --help` does 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .versions import check_versions
+from .versions import refuse_other_versions
 
 if TYPE_CHECKING:
+    from .decoding import stream
     from .errors import StraightlineError
     from .kv import make_cache
     from .loading import load
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from .registry import load_generated
     from .taps import HiddenTap
 
-check_versions()
+refuse_other_versions()
 
-__all__ = ["HiddenTap", "StraightlineError", "load", "load_generated", "make_cache", "specialize"]
+__all__ = ["HiddenTap", "StraightlineError", "load", "load_generated", "make_cache", "specialize", "stream"]
 
 _HOMES = {
     "HiddenTap": ".taps",
@@ -27,6 +28,7 @@ _HOMES = {
     "load_generated": ".registry",
     "make_cache": ".kv",
     "specialize": ".model",
+    "stream": ".decoding",
 }
 
 

@@ -18,6 +18,7 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .kernels import Site, resolve_all
+from .kv.device import packing
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
@@ -67,6 +68,7 @@ class Bound:
         self.top_k = text.args.top_k_experts
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
+        self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
         self.decode_reason = ""
         try:
@@ -77,8 +79,8 @@ class Bound:
                 self.files = choose_files(spec, file, options.generate)
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
-            self.weights.single = self._for_one_token(text, options.kernels)
             check_facts(text, spec)
+            self.weights.single = self._for_one_token(text, options.kernels)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
@@ -90,6 +92,7 @@ class Bound:
     def _for_one_token(self, text: nn.Module, kernels: bool) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
         products = tuple(filter(pays, find_products(self.files[0], text)))
+        self.products = tuple(dict.fromkeys((one.slot, one.site) for one in products))
         sites = [site for file in self.files for site in _sites(file).values()]
         calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
         return with_kernels(self.weights, products, calls[len(sites) :])
@@ -146,7 +149,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
+        quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
 
 

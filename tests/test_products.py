@@ -24,6 +24,7 @@ from straightline.runtime.kernels import (
     SummedExperts,
     report,
 )
+from straightline.runtime.kernels.states import running
 from straightline.runtime.model import text_model
 from straightline.runtime.products import LARGE, Product, find_products, pays, with_kernels
 
@@ -195,3 +196,10 @@ def test_the_report_says_why_there_is_no_kernel() -> None:
     reasons = {site: reason for site, (_, reason) in report().items() if isinstance(site, PRODUCTS)}
     assert GatedExperts(64, 64, 2, group_size=32) in reasons
     assert set(reasons.values()) == {"the default device is the CPU"}
+
+
+def test_how_they_run_is_said_after_the_sites() -> None:
+    model, _ = built("M6")
+    states = [(one.name, one.state) for one in running(model)]
+    assert states[-3:] == [("gated", "plain"), ("gated_experts", "plain"), ("summed_experts", "plain")]
+    assert states.count(("gated", "plain")) == 1  # of six layers alike

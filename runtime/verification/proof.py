@@ -10,9 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...codegen.config import read_arguments
-from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..errors import StraightlineError
-from ..kernels import report
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
 from ..registry import load_generated
@@ -40,7 +39,7 @@ class Proof:
 def from_checkpoint(where: str) -> Proof:
     """Its own weights, held once: the second model is built lazily, then given the arrays of the first."""
     folder = find_folder(where)
-    subject = read_folder(folder, folder.resolve().name)
+    subject = read_folder(folder, name_of(where, folder))
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
     oracle.update(model.parameters())
@@ -76,9 +75,7 @@ def with_kernels(proof: Proof) -> Proof:
     """The same, decoding with fused kernels where they are exact here."""
     model = specialize(proof.model, strict=True, kernels=True)
     quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=True)
-    states = [state for state, _ in report().values()]
-    sites = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return replace(proof, model=model, quantized=quantized, facts=proof.facts | {"fused sites": sites})
+    return replace(proof, model=model, quantized=quantized)
 
 
 def _packaged(subject: Subject, model: Any, oracle: Any, steps: int) -> Proof:
