@@ -365,7 +365,7 @@ def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
     if spec.per_layer_input_size:
         groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
     joined = "gated" if role is Role.READER else "qkv_proj gated"
-    experts = " gated_experts summed_experts" if spec.experts else ""
+    experts = " routed gated_experts summed_experts" if spec.experts else ""
     per_layer = " per_layer_gated" if spec.per_layer_input_size else ""
     groups.append(f"{joined}{experts}{per_layer}")
     return (*groups, "layer_scalar next_norm")

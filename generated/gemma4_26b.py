@@ -29,7 +29,7 @@ SLIDING_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
@@ -37,7 +37,7 @@ FULL_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -192,7 +192,7 @@ def decode_sliding(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
@@ -217,7 +217,7 @@ def decode_full(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,

@@ -34,7 +34,7 @@ SLIDING_8BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 SLIDING_4BIT_WEIGHTS = (
@@ -42,7 +42,7 @@ SLIDING_4BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
@@ -50,7 +50,7 @@ FULL_8BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
@@ -58,7 +58,7 @@ FULL_4BIT_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gated gated_experts summed_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -294,7 +294,7 @@ def decode_sliding_8bit(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
@@ -320,7 +320,7 @@ def decode_sliding_4bit(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
@@ -346,7 +346,7 @@ def decode_full_8bit(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
@@ -372,7 +372,7 @@ def decode_full_4bit(w, s, h, x, cache, position):
     )
 
     dense = w.down_proj(w.gated(x, s.geglu))
-    chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
     y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,

@@ -13,7 +13,7 @@ from mlx_lm.models import switch_layers
 
 from .evaluation import evaluate
 from .joining import join
-from .kernels import GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, SummedExperts
+from .kernels import GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, SummedExperts
 from .kernels.site import Call
 from .watch import plain_class
 from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
@@ -27,6 +27,7 @@ APART = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gated": ("gate_proj", "up_proj"),
     "per_layer_gated": ("per_layer_input_gate",),
+    "routed": ("router_proj",),
 }
 EXPERTS = {"gated_experts": GATED_EXPERTS, "summed_experts": (DOWN_EXPERTS,)}
 MODEL = {"unembed": "embed_tokens", "per_layer_model_projection": "per_layer_model_projection"}
@@ -37,7 +38,7 @@ class Product(NamedTuple):
 
     layer: int | None
     slot: str
-    site: QuantizedMatvec | QuantizedPerLayerGate | GatedExperts | SummedExperts
+    site: QuantizedMatvec | QuantizedPerLayerGate | QuantizedRouter | GatedExperts | SummedExperts
     arrays: tuple[mx.array, ...]
 
 
@@ -62,6 +63,9 @@ def _products(file: ModuleType, text: nn.Module) -> Iterator[Product]:
         for slot in slots:
             if slot in EXPERTS:
                 yield from _experts(index, slot, parts_of(EXPERTS[slot], layer), file.ROUTER.top_k)
+            if slot == "routed":
+                for one in _product(index, slot, parts_of((LINEARS["router_proj"],), layer)):
+                    yield _routed(one, file.ROUTER.top_k)
             if slot == "per_layer_gated":
                 for one in _product(index, slot, parts_of((LINEARS["per_layer_input_gate"],), layer)):
                     yield _per_layer(one, index, len(file.LAYER_WEIGHTS))
@@ -88,6 +92,14 @@ def _product(layer: int | None, slot: str, parts: Sequence[Any]) -> Iterator[Pro
     outputs, words = weight.shape
     site = QuantizedMatvec(words * 32 // first.bits, outputs, first.bits, first.group_size, glu=slot == "gated")
     yield Product(layer, slot, site, (weight, scales, biases))
+
+
+def _routed(product: Product, top_k: int) -> Product:
+    """The same product with what the router chooses by it."""
+    site = product.site
+    assert isinstance(site, QuantizedMatvec)
+    router = QuantizedRouter(site.inputs_size, site.outputs_size, top_k, site.bits, site.group_size)
+    return product._replace(site=router)
 
 
 def _per_layer(product: Product, layer: int, layers: int) -> Product:
@@ -138,6 +150,8 @@ def _launch(call: Call, product: Product) -> Callable[..., mx.array]:
         weight, scales, biases, index = arrays
         return lambda h, per_layer, layer, gate: call(h, weight, scales, biases, per_layer, index)
     weight, scales, biases = arrays
+    if isinstance(product.site, QuantizedRouter):
+        return lambda x, expert_scales, router: call(x, weight, scales, biases, expert_scales)
     if product.site.glu:
         return lambda x, geglu: call(x, weight, scales, biases)
     return lambda x: call(x, weight, scales, biases)

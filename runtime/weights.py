@@ -132,6 +132,8 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in JOINED:
         call = joined(parts_of(JOINED[slot], module))
         return (gated(call) if slot == "gated" else call), ()
+    if slot == "routed":
+        return routed(linear(_get(module, LINEARS["router_proj"], where))), ()
     if slot == "per_layer_gated":
         return per_layer_gated(linear(_get(module, LINEARS["per_layer_input_gate"], where))), ()
     if slot == "gated_experts":
@@ -181,6 +183,11 @@ def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callab
 def per_layer_gated(project: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
     """(h, per_layer, layer, gate) -> gate of the projection of h and a per-layer input. A kernel may do both."""
     return lambda h, per_layer, layer, gate: gate(project(h), per_layer, layer)
+
+
+def routed(project: Callable[[mx.array], mx.array]) -> Callable[..., Any]:
+    """(x, scales, router) -> what the router makes of the scores of x. A kernel may do both."""
+    return lambda x, scales, router: router(project(x), scales)
 
 
 def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) -> Callable[..., mx.array]:

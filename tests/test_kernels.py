@@ -27,6 +27,7 @@ from straightline.runtime.kernels import (
     QKVRope,
     QuantizedMatvec,
     QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
     Router,
     Site,
@@ -67,6 +68,7 @@ SITES: tuple[Site, ...] = (
     GatedExperts(128, 64, 3),
     SummedExperts(64, 128, 3),
     Router(16, 3),
+    QuantizedRouter(128, 16, 3),
     QuantizedPerLayerGate(128, 64, 3),
     QuantizedMatvec(256, 96, bits=8, group_size=32, glu=True),
 )
@@ -432,7 +434,7 @@ def test_layouts_are_those_of_mlx() -> None:
 @pytest.mark.parametrize("site", SITES, ids=repr)
 def test_texts_are_whole(site: Site, backend: str) -> None:
     if backend == "metal" and isinstance(
-        site, (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, Router, SummedExperts)
+        site, (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, Router, SummedExperts)
     ):
         with pytest.raises(Unsupported, match=r"on Metal|Metal's partition"):
             site.program(backend)

@@ -20,6 +20,7 @@ from straightline.runtime.kernels import (
     GatedExperts,
     QuantizedMatvec,
     QuantizedPerLayerGate,
+    QuantizedRouter,
     Site,
     SummedExperts,
     report,
@@ -28,7 +29,7 @@ from straightline.runtime.kernels.states import running
 from straightline.runtime.model import text_model
 from straightline.runtime.products import LARGE, Product, find_products, pays, with_kernels
 
-PRODUCTS = (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, SummedExperts)
+PRODUCTS = (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, SummedExperts)
 SHAPES = {"D6": toys.D6, "M6": toys.M6, "E6": toys.E6, "untied": toys.config(tie_word_embeddings=False)}
 
 
@@ -75,7 +76,7 @@ def test_what_a_layer_has() -> None:
     assert found(built("untied")[0], None) == {"lm_head": (4, 64, 97)}
     experts = found(built("M6")[0])
     assert experts == found(model) | {
-        "router_proj": (4, 64, 8),
+        "routed": (4, 64, 0),
         "gated_experts": (4, 64, 0),
         "summed_experts": (4, 64, 0),
     }
@@ -201,5 +202,5 @@ def test_the_report_says_why_there_is_no_kernel() -> None:
 def test_how_they_run_is_said_after_the_sites() -> None:
     model, _ = built("M6")
     states = [(one.name, one.state) for one in running(model)]
-    assert states[-3:] == [("gated", "plain"), ("gated_experts", "plain"), ("summed_experts", "plain")]
+    assert states[-4:] == [(slot, "plain") for slot in ("gated", "routed", "gated_experts", "summed_experts")]
     assert states.count(("gated", "plain")) == 1  # of six layers alike

@@ -494,9 +494,9 @@ DECODE = (
     one("decode", 'has "gates"; expected "chosen"', "    chosen, gates = ", "    §gates, chosen = ", target=MOE),
     one(
         "decode",
-        'has "w.per_expert_scale"; expected "w.router_proj(r)"',
-        "s.router(w.router_proj(r), w.per_expert_scale)",
-        "s.router(§w.per_expert_scale, w.router_proj(r))",
+        'has "w.per_expert_scale"; expected "r"',
+        "w.routed(r, w.per_expert_scale, s.router)",
+        "w.routed(§w.per_expert_scale, r, s.router)",
         target=MOE,
     ),
     one(

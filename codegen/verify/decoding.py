@@ -51,7 +51,7 @@ def _layer(kind: Kind) -> Iterator[str]:
 
 
 def _experts() -> Iterator[str]:
-    yield "chosen, gates = s.router(w.router_proj(r), w.per_expert_scale)"
+    yield "chosen, gates = w.routed(r, w.per_expert_scale, s.router)"
     yield "y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)"
 
 

@@ -4,7 +4,7 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
-from .experts import GatedExperts, Router, SummedExperts
+from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
 from .gates import Geglu, PerLayerGate
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
@@ -21,6 +21,7 @@ __all__ = [
     "QKVRope",
     "QuantizedMatvec",
     "QuantizedPerLayerGate",
+    "QuantizedRouter",
     "ResidualNorms",
     "Router",
     "Site",

@@ -67,6 +67,68 @@ class Router(Site):
 
 
 @dataclass(frozen=True)
+class QuantizedRouter(Site):
+    """(x, w, scales, biases, expert_scales) -> chosen, gates: `Router` over the scores x @ w.T.
+
+    x: [1, 1, inputs]; w: uint32 [experts, inputs * bits / 32]; scales, biases: [experts, inputs / group_size].
+    """
+
+    inputs_size: int
+    experts: int
+    top_k: int
+    bits: int = 8
+    group_size: int = 64
+
+    seeds: ClassVar[int] = 100
+    one_row: ClassVar[bool] = True
+
+    @property
+    def unit(self) -> int:
+        return self.inputs_size
+
+    @property
+    def router(self) -> Router:
+        return Router(self.experts, self.top_k)
+
+    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        return self.router.shapes(rows)
+
+    def dtypes(self, dtype: mx.Dtype) -> tuple[mx.Dtype, ...]:
+        return self.router.dtypes(dtype)
+
+    def plain(self, *inputs: Any) -> Outputs:
+        x, w, scales, biases, expert_scales = inputs
+        scores = mx.quantized_matmul(
+            x, w, scales=scales, biases=biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
+        return self.router.plain(scores, expert_scales)
+
+    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
+        draw = Draw(seed, dtype)
+        x = draw.normal(rows, 1, self.inputs_size, scales=(1.0, 4.0, 0.1, 30.0))
+        return x, *draw.quantized(self.experts, self.inputs_size, self.bits, self.group_size), draw.norm(self.experts)
+
+    def program(self, backend: str) -> Program:
+        alone = self.router.program(backend)
+        threads = 512
+        if self.experts > threads:
+            raise Unsupported(f"{self.top_k} of {self.experts} experts; the kernel is for up to 8 of {threads}")
+        constants = sizes(backend, self.inputs_size, self.experts, self.bits, self.group_size)
+        names = ("x", "w", "s", "b", "e", "k", "g")
+        return Program(
+            backend,
+            "routed",
+            headers=("matvec.h", *alone.headers, "routed.h"),
+            constants=(*constants, ("ROWS", 2), ("UNROLLED", 4), ("BLOCK", threads), *alone.constants),
+            inputs=names[:5],
+            outputs=names[5:],
+            arguments=names,
+            threads=threads,
+            shared=(*alone.shared, ("straightline::T", "scores", self.experts)),
+        )
+
+
+@dataclass(frozen=True)
 class _Quantized(Site):
     """Products with the chosen of many experts, whose weights are [experts, outputs, ..]."""
 

@@ -33,6 +33,7 @@ from straightline.runtime.kernels import (
     QKVRope,
     QuantizedMatvec,
     QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
     Router,
     Site,
@@ -279,6 +280,7 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
             yield QuantizedPerLayerGate(hidden, text["hidden_size_per_layer_input"], text["num_hidden_layers"], bits)
     if text.get("enable_moe_block"):
         yield Router(text["num_experts"], text["top_k_experts"])
+        yield QuantizedRouter(hidden, text["num_experts"], text["top_k_experts"])
         for bits in (4, 8):
             yield GatedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits)
             yield SummedExperts(text["moe_intermediate_size"], hidden, text["top_k_experts"], bits)

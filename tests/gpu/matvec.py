@@ -40,6 +40,8 @@ from straightline.runtime.kernels import (
     PerLayerGate,
     QuantizedMatvec,
     QuantizedPerLayerGate,
+    QuantizedRouter,
+    Router,
     SummedExperts,
     report,
     resolve,
@@ -188,6 +190,9 @@ def own(site: Any) -> Callable[..., mx.array]:
             return both(gate, up)
 
         return experts
+    if isinstance(site, QuantizedRouter):
+        router = resolve(Router(site.experts, site.top_k))
+        return lambda x, w, s, b, e: router(mx.quantized_matmul(x, w, scales=s, biases=b, **settings), e)
     if isinstance(site, QuantizedPerLayerGate):
         gate = resolve(PerLayerGate(site.size, site.layers))
         return lambda x, w, s, b, u, _: gate(mx.quantized_matmul(x, w, scales=s, biases=b, **settings), u, 0)
@@ -199,6 +204,8 @@ def packed_bytes(site: Any) -> int:
     """Of the weights that a token reads, without their scales and biases."""
     if isinstance(site, QuantizedMatvec):
         return site.packed_bytes
+    if isinstance(site, QuantizedRouter):
+        return site.experts * site.inputs_size * site.bits // 8
     if isinstance(site, QuantizedPerLayerGate):
         return site.size * site.inputs_size * site.bits // 8
     rows = site.top_k * site.width * (1 if isinstance(site, SummedExperts) else 2)
@@ -277,6 +284,8 @@ def chain(
     begin = time.perf_counter()
     y = spin(x)
     for number in range(count):
+        # Of two results the second is of x's dtype.
+        y = y if isinstance(y, mx.array) else y[-1]
         y = call(mx.minimum(x, y.reshape(-1)[:1]), *weights[number % len(weights)])
     built = time.perf_counter()
     mx.async_eval(y)

@@ -17,6 +17,7 @@ from straightline.runtime.kernels import (
     QKVRope,
     QuantizedMatvec,
     QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
     Router,
     Site,
@@ -53,6 +54,9 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return gated_experts(site, *inputs)
         case SummedExperts():
             return summed_experts(site, *inputs)
+        case QuantizedRouter():
+            x, *weights, scales = inputs
+            return router(site, linear(site, *weights)(x), scales)
         case Router():
             return router(site, *inputs)
     raise NotImplementedError(f"no module of mlx-lm has {site}")
