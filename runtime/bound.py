@@ -13,11 +13,12 @@ from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
-from .decode_check import decode_refused, on_gpu
+from .decode_check import decode_refused, in_place_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .kernels import Site, resolve_all
+from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
+from .kernels import QKVRope, Site, resolve_all
 from .kv.device import packing
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
@@ -37,12 +38,16 @@ class Options:
 
 
 class Route(NamedTuple):
-    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token; its sites."""
+    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
+
+    sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
+    """
 
     guard: CacheGuard
     forward: Callable[..., mx.array]
     decode: Callable[..., mx.array] | None
     sites: SimpleNamespace
+    in_place: InPlace | None
 
 
 class Earlier(NamedTuple):
@@ -50,15 +55,19 @@ class Earlier(NamedTuple):
 
     files: tuple[ModuleType, ...]
     decode_checked: bool
+    in_place_checked: bool
 
 
 class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
     def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
-        """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or ""."""
+        """earlier: what served until the modules changed.
+
+        decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        """
         file = options.module
-        found, self.decode_checked = earlier or Earlier((), False)
+        found, self.decode_checked, self.in_place_checked = earlier or Earlier((), False, False)
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -70,7 +79,7 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
-        self.decode_reason = ""
+        self.decode_reason = self.in_place_reason = ""
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
@@ -85,7 +94,8 @@ class Bound:
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
             if self.decode_reason:
-                self.routes = tuple(route._replace(decode=None) for route in self.routes)
+                self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
+            self._check_in_place(text, spec.vocab_size)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
@@ -99,13 +109,18 @@ class Bound:
 
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
         sites = _sites(file)
-        calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
-        return Route(
-            CacheGuard(file.CACHES),
-            file.forward,
-            file.decode,
-            SimpleNamespace(**dict(zip(sites, calls, strict=True))),
-        )
+        dtype = stream_dtype(text)
+        calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
+        guard, in_place = CacheGuard(file.CACHES), None
+        if not kernels:
+            self.in_place_reason = "kernels are off"
+        elif not guard.quantized:
+            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype)
+        for name, site in sites.items():
+            if isinstance(site, QKVRope) and site.kv_heads:
+                setattr(calls, name, _storing(getattr(calls, name)))
+        calls.sliding_layer = calls.full_layer = _run
+        return Route(guard, file.forward, file.decode, calls, in_place)
 
     def _check_decode(self, text: nn.Module, vocabulary: int) -> str:
         if not self.weights.one_token:
@@ -118,6 +133,19 @@ class Bound:
         reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
         self.decode_checked = not reason
         return reason
+
+    def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
+        for index, route in enumerate(self.routes):
+            if route.in_place is not None and not self.in_place_checked:
+                self.in_place_reason = in_place_refused(self.weights, route, _caches_of(text), vocabulary)
+                self.in_place_checked = not self.in_place_reason
+                if self.in_place_reason:
+                    self.routes = (*self.routes[:index], route._replace(in_place=None), *self.routes[index + 1 :])
+
+    def lease(self, route: Route, caches: list[Any]) -> None:
+        """After a token of `decode`: whether the next ones may go where they stay."""
+        if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
+            Lease(caches, route)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -141,20 +169,44 @@ class Bound:
             return f"inputs are {shape}, file expects token ids [B, L]"
         return ""
 
+    def owner(self, lease: Lease) -> Route | None:
+        """The route whose lease it is; None, too, for a lease of another model or of what this one was bound to."""
+        return next((route for route in self.routes if route is lease.owner), None)
+
     def route(self, cache: Any) -> tuple[Route | None, str]:
-        """The first file that takes these caches, or the reason of the one that comes closest."""
+        """The first file that takes these caches, or the reason of the one that comes closest.
+
+        Caches under a lease fit none, until it is ended, here.
+        """
         reasons = []
         for route in self.routes:
             reason = route.guard.refuse(cache)
             if not reason:
                 return route, ""
             reasons.append(reason)
+        if end_leases(cache):
+            return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
 
 
 def _sites(file: ModuleType) -> dict[str, Site]:
     return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+
+
+def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """q of a token, and all keys and values of its cache, the token's own included."""
+
+    def qkv(cache: Any, *inputs: mx.array) -> tuple[Any, ...]:
+        q, k, v = call(*inputs)
+        return q, *cache.update_and_fetch(k, v)
+
+    return qkv
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A layer of `decode`, where nothing can be said about it in advance."""
+    return function(*arguments)
 
 
 def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:

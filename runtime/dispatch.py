@@ -9,6 +9,7 @@ class Dispatch:
     reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
+    in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
     """
 
     def __init__(self, strict: bool) -> None:
@@ -19,6 +20,7 @@ class Dispatch:
         self.file: str | None = None
         self.reason = ""
         self.decode_reason = ""
+        self.in_place_reason = ""
 
     def generated(self) -> None:
         self.counts["generated"] += 1

@@ -14,6 +14,7 @@ from ..codegen.spec import Spec
 from .bound import Bound, Earlier, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
+from .in_place import end_leases, lease_of
 from .kv import quantizable
 from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
@@ -50,9 +51,13 @@ class Specialized(Watched):
         if bound is None or bound.stale():
             bound = self._bind()
         reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
-        route = None
+        route, lease = None, None
         if not reason:
-            route, reason = bound.route(cache)
+            lease = lease_of(cache)
+            route = None if lease is None else bound.owner(lease)
+            if route is None:
+                lease = None
+                route, reason = bound.route(cache)
         if route is None:
             self.dispatch.monolith(reason)
             return self.monolith(
@@ -68,12 +73,20 @@ class Specialized(Watched):
         hook = no_tap if step is None else step
         # An edited stream has another input norm than the one that `decode` has worked out by then.
         decode = route.decode if inputs.size == 1 and (step is None or not step.edits) else None
+        if lease is not None and decode is None:
+            end_leases(cache)
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
-        elif decode is not None and route.guard.maskless(cache):
-            logits = decode(bound.weights.single, route.sites, inputs, cache, hook)
-        else:
+        elif decode is None or (lease is None and not route.guard.maskless(cache)):
             logits = route.forward(bound.weights, inputs, cache, hook)
+        elif lease is not None:
+            assert route.in_place is not None
+            slots, calls = lease.begin(route.in_place)
+            logits = decode(bound.weights.single, calls, inputs, slots, hook)
+            lease.end(logits)
+        else:
+            logits = decode(bound.weights.single, route.sites, inputs, cache, hook)
+            bound.lease(route, cache)
         if step is not None:
             step.end()
         self.dispatch.generated()
@@ -88,6 +101,7 @@ class Specialized(Watched):
     ) -> mx.array:
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
+        end_leases(cache)
         refuse_mixed(cache)
         cache = with_stand_ins(cache, text["model"].previous_kvs)
         if tap is None:
@@ -130,7 +144,8 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        earlier = Earlier(self._bound.files, self._bound.decode_checked) if self._bound is not None else None
+        last = self._bound
+        earlier = None if last is None else Earlier(last.files, last.decode_checked, last.in_place_checked)
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
         bound = Bound(text_model(self), self._options, earlier)
@@ -138,6 +153,7 @@ class Specialized(Watched):
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         self.dispatch.decode_reason = bound.decode_reason
+        self.dispatch.in_place_reason = bound.in_place_reason
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -48,7 +48,7 @@ def toy_pair(config: dict[str, Any], bits: str = "4", kv_config: list[dict[str, 
 
 
 def bench(pair: Pair, plan: Plan = SHORT, forward: bool = False, tier: str = "exact") -> Bench:
-    return Bench(pair, plan, forward, tier, bandwidth=1e9)
+    return Bench(pair, plan, sides(pair, forward), tier, bandwidth=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_weights_are_held_once(dense: Pair) -> None:
 
 
 def test_copies_are_equal_and_apart(dense: Pair) -> None:
-    side = sides(dense, False)[0]
+    side = sides(dense)[0]
     caches = side.caches()
     fill(side, ids(1, 11, 97), caches)
     caches[0].keys[..., 0, 0] = -0.0
@@ -188,7 +188,7 @@ def test_copies_are_equal_and_apart(dense: Pair) -> None:
 def test_parts_of_quantized_caches_are_copied() -> None:
     pair = toy_pair(toys.E6, kv_config=uniform_kv_config(toy_pair(toys.E6).spec, 8))
     caches = make_cache(pair.oracle, pair.kv_config)
-    fill(sides(pair, False)[1], ids(1, 11, 97), caches)
+    fill(sides(pair)[1], ids(1, 11, 97), caches)
     for cache, copy in zip(caches, copied(caches), strict=True):
         for part, twin in zip(cache.parts, copy.parts, strict=True):
             assert part.keys is not twin.keys and same_bytes(part.keys, twin.keys)
@@ -285,6 +285,22 @@ def test_the_order_changes_with_every_round(monkeypatch: pytest.MonkeyPatch, den
     assert {steps for _, steps in order[3:]} == {2}
 
 
+def test_the_control_is_mlx_lm_once_more(dense: Pair) -> None:
+    rows = Bench(dense, SHORT, sides(dense, control=True), "exact", 1e9).rows(Cell(12))
+    assert [row.side for row in rows] == ["mlx-lm", "mlx-lm again", "straightline"]
+    assert rows[0].primitives == rows[1].primitives and rows[1].departs == ""
+
+
+def test_the_overlapped_loop_is_a_side_of_loops_only(dense: Pair) -> None:
+    found = Bench(dense, SHORT, sides(dense, overlapped=True), "exact", 1e9)
+    assert [(row.side, row.departs) for row in found.rows(Cell(12, loop=True))] == [
+        ("mlx-lm", ""),
+        ("straightline", ""),
+        ("overlapped", ""),
+    ]
+    assert [row.side for row in found.rows(Cell(12))] == ["mlx-lm", "straightline"]
+
+
 def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
     now = [0.0]
     rounds: list[int] = []
@@ -296,12 +312,12 @@ def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(race, "_timed", timed)
     monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
-    found = Bench(dense, Plan(3, 40, 8, 4.0), False, "exact", 1e9)
+    found = Bench(dense, Plan(3, 40, 8, 4.0), sides(dense), "exact", 1e9)
     rows = found.rows(Cell(12))
     assert rounds[:2] == [1, 1] and set(rounds[2:]) == {9}  # 3 seconds in 16 rounds of two sides
     assert rows[0].rounds == 17
     rounds.clear()
-    found = Bench(dense, Plan(3, 40, 8, 0.01), False, "exact", 1e9)
+    found = Bench(dense, Plan(3, 40, 8, 0.01), sides(dense), "exact", 1e9)
     assert found.rows(Cell(12))[0].rounds == 3 and set(rounds) == {1}
 
 
@@ -324,7 +340,7 @@ def test_peaks_are_those_of_a_side_alone(dense: Pair) -> None:
 
 def test_a_prompt_is_read_in_chunks_and_a_last_token(dense: Pair) -> None:
     widths: list[int] = []
-    side = sides(dense, False)[0]
+    side = sides(dense)[0]
 
     def call(tokens: mx.array, caches: list[Any], tap: Any) -> mx.array:
         widths.append(tokens.shape[1])
@@ -336,7 +352,7 @@ def test_a_prompt_is_read_in_chunks_and_a_last_token(dense: Pair) -> None:
 
 def test_a_loop_is_timed_in_its_stride(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
     """Whole blocks of eight, from where straightline's loop reads eight at once."""
-    side = sides(dense, False)[0]
+    side = sides(dense)[0]
     now, asked = [0.0], []
 
     def loop(prompt: mx.array, count: int) -> Iterator[tuple[int, mx.array]]:

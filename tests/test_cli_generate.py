@@ -205,6 +205,15 @@ def test_a_port_that_is_taken(folders: Path) -> None:
     assert said in ran.stderr.splitlines() and ran.returncode != 0
 
 
+@pytest.mark.parametrize("program", ["generate", "serve"])
+def test_help_has_our_flags_before_mlx_lms(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([program, "--help"])
+    assert stopped.value.code == 0
+    ours, _, theirs = capsys.readouterr().out.partition(f"usage: straightline {program} ")
+    assert "--kv-config FILE" in ours and "--kernels" in ours and "--draft-model" in theirs
+
+
 def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program: Any = importlib.import_module("mlx_lm.generate")
     before = program.load, sys.argv

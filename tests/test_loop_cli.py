@@ -85,9 +85,10 @@ def test_the_same_text(
         expected = plain(capsys, monkeypatch, *arguments)
     assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == expected
-    assert main(["generate", *arguments, "--steps", "3"]) == 0
+    assert main(["generate", *arguments, "--steps", "3", "--overlap"]) == 0
     assert capsys.readouterr().out == expected
-    assert "steps" not in used[0] and used[1]["steps"] == 3 and len(used) == 2
+    assert not {"steps", "overlap"} & set(used[0])
+    assert (used[1]["steps"], used[1]["overlap"], len(used)) == (3, True, 2)
 
 
 def test_verbose_says_the_same_but_for_rates(

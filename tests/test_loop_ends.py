@@ -18,6 +18,7 @@ from pairs import pair
 from test_loop import PROMPT, first, models, ours, overlap, same_caches, theirs
 
 from straightline.runtime.decoding import dispatchers, generate_step
+from straightline.runtime.evaluation import evaluate
 
 __all__ = ["overlap"]  # the fixture
 
@@ -73,7 +74,7 @@ def test_an_interrupt_of_a_handler_of_the_callers_own() -> None:
     assert seen == [signal.SIGINT]
 
 
-def test_an_interrupt_while_the_host_reads(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is ahead then; the caches go back to where mlx-lm's are in that place."""
     from straightline.runtime.decoding import loop
 
@@ -90,16 +91,15 @@ def test_an_interrupt_while_the_host_reads(overlap: bool, monkeypatch: pytest.Mo
     caches = both.model.make_cache()
     found = []
     with pytest.raises(KeyboardInterrupt):
-        for token, _ in ours(both.model, prompt_cache=caches, overlap=overlap):
+        for token, _ in ours(both.model, prompt_cache=caches):
             found.append(token)
     assert len(found) == 1 + 2 + 4
     expected = both.plain.make_cache()
     first(len(found) + 1, theirs(both.plain, prompt_cache=expected))
     same_caches(caches, expected)
-    assert not dispatch_threads()
 
 
-def test_a_sampler_that_fails(overlap: bool) -> None:
+def test_a_sampler_that_fails() -> None:
     """All layers have seen the same tokens, and the random state is that of the last token that was handed out."""
     model = models().model
     caches = model.make_cache()
@@ -111,7 +111,7 @@ def test_a_sampler_that_fails(overlap: bool) -> None:
         return mx.argmax(logprobs, axis=-1)
 
     with pytest.raises(ArithmeticError):
-        list(ours(model, prompt_cache=caches, sampler=sampler, overlap=overlap))
+        list(ours(model, prompt_cache=caches, sampler=sampler))
     assert len({one.offset for one in caches}) == 1
 
 
@@ -133,6 +133,30 @@ def test_a_fault_of_the_device_comes_through(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="no memory"):
         list(ours(model, overlap=True))
     assert not dispatch_threads()
+
+
+def test_evaluations_of_the_model_wait_for_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    go = threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+        @staticmethod
+        def async_eval(*arrays: Any) -> None:
+            go.wait(30)
+            said.append("handed over")
+
+    monkeypatch.setattr(dispatchers, "mx", Slow())
+    dispatcher = dispatchers.Overlapped()
+    dispatcher.submit(mx.array(1))
+    threading.Timer(0.2, go.set).start()
+    evaluate(mx.array(2))
+    said.append("evaluated")
+    dispatcher.close()
+    evaluate(mx.array(3))
+    assert said == ["handed over", "evaluated"]
 
 
 def test_nothing_is_left_running() -> None:
@@ -158,7 +182,9 @@ def test_nothing_is_left_running() -> None:
 def test_in_threads_at_once(overlap: bool) -> None:
     """Each with its own caches, and with the random state of its thread."""
     both = models()
-    how: dict[str, Any] = {"sampler": make_sampler(temp=1.0), "max_tokens": 20}
+    how: dict[str, Any] = {"max_tokens": 20}
+    if not overlap:
+        how["sampler"] = make_sampler(temp=1.0)
 
     def run(number: int) -> list[tuple[int, mx.array]]:
         found = list(ours(both.model, [number + 3, *PROMPT], overlap=overlap, **how))
@@ -196,7 +222,7 @@ def settled() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize("owner", ["loop", "caller"])
+@pytest.mark.parametrize(("owner", "overlap"), [("loop", False), ("loop", True), ("caller", False)])
 def test_two_thousand_tokens(owner: str, overlap: bool) -> None:
     """Memory is flat to a page, where every layer slides."""
     model = pair(SLIDING_ONLY, quantize=FOUR_BIT).model

@@ -11,12 +11,10 @@ from comparing import assert_same
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from test_loop import calls, models, overlap, same_caches
+from test_loop import calls, models, same_caches
 
 from straightline.runtime import StraightlineError, stream
 from straightline.runtime.toy import toy_tokenizer
-
-__all__ = ["overlap"]  # the fixture
 
 TEXT = "A text that is longer than the window."
 SAMPLED: dict[str, Any] = {"sampler": make_sampler(temp=1.2)}
@@ -51,23 +49,30 @@ def tokens() -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 9, 30])
-def test_up_to_a_number_of_tokens(length: int, overlap: bool) -> None:
-    found = ours(max_tokens=length, overlap=overlap, **SAMPLED)
+def test_up_to_a_number_of_tokens(length: int) -> None:
+    found = ours(max_tokens=length, **SAMPLED)
     assert_same(found, theirs(max_tokens=length, **SAMPLED), "responses")
     assert found[-1][-1] == "length" and len(found) == length
 
 
 @pytest.mark.parametrize("place", range(9))
-def test_up_to_a_stop_token(place: int, overlap: bool) -> None:
+def test_up_to_a_stop_token(place: int) -> None:
     """The first token, and each place of the groups that are read at once. Caches of the caller's hold it too."""
     stop = tokens()[place]
     where = tokens().index(stop)
     caches = models().plain.make_cache(), models().model.make_cache()
-    found = ours((stop,), max_tokens=40, overlap=overlap, steps=4, prompt_cache=caches[1], **SAMPLED)
+    found = ours((stop,), max_tokens=40, steps=4, prompt_cache=caches[1], **SAMPLED)
     assert_same(found, theirs((stop,), max_tokens=40, prompt_cache=caches[0], **SAMPLED), "responses")
     assert found[-1][-1] == "stop" and len(found) == where + 1
     same_caches(caches[1], caches[0])
     assert caches[1][0].offset == len(TEXT) + where + 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 4, 11])
+def test_overlapped(place: int) -> None:
+    how: dict[str, Any] = {"logits_processors": make_logits_processors(repetition_penalty=1.4), "max_tokens": 40}
+    stop = (theirs(**how)[place][1],)
+    assert_same(ours(stop, overlap=True, **how), theirs(stop, **how), "responses")
 
 
 def test_several_stop_tokens() -> None:
@@ -115,12 +120,12 @@ def test_without_a_tokenizer() -> None:
     assert found[-1].finish_reason == "stop"
 
 
-def test_a_reader_who_goes_away(overlap: bool) -> None:
+def test_a_reader_who_goes_away() -> None:
     """Closing the text closes the tokens below it, with caches as mlx-lm leaves them."""
     caches = models().plain.make_cache(), models().model.make_cache()
     plain = mlx_lm.stream_generate(models().plain, tokenizer(), TEXT, prompt_cache=caches[0])
     expected = [facts(one) for one in islice(plain, 6)]
-    responses: Any = stream(models().model, tokenizer(), TEXT, prompt_cache=caches[1], overlap=overlap)
+    responses: Any = stream(models().model, tokenizer(), TEXT, prompt_cache=caches[1])
     assert_same([facts(one) for one in islice(responses, 6)], expected, "responses")
     responses.close()
     same_caches(caches[1], caches[0])

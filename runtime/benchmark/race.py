@@ -14,7 +14,7 @@ from .generation import Generation
 from .measures import same_bytes, spread
 from .models import Pair
 from .rows import Row
-from .sides import Side, blamed, fill, sides
+from .sides import CONTROL, MLX_LM, Side, blamed, fill
 from .traffic import bytes_read
 
 Calls = Blocks | Prompt | Generation
@@ -36,12 +36,12 @@ class Plan:
 
 
 class Bench:
-    """All cells of one pair of models. bandwidth: bytes a second of the device."""
+    """All cells of one pair of models. sides: mlx-lm's first. bandwidth: bytes a second of the device."""
 
-    def __init__(self, pair: Pair, plan: Plan, forward: bool, tier: str, bandwidth: float) -> None:
+    def __init__(self, pair: Pair, plan: Plan, sides: list[Side], tier: str, bandwidth: float) -> None:
         self.pair = pair
         self.plan = plan
-        self.sides = sides(pair, forward)
+        self.sides = sides
         self.by_choice = tier != "exact"
         self.bandwidth = bandwidth
         self.filled: dict[str, list[Any]] = {}
@@ -58,7 +58,7 @@ class Bench:
 
     def _rows(self, cell: Cell) -> list[Row]:
         calls = self._calls(cell)
-        sides = [side for side in self.sides if side.loop or not cell.loop]
+        sides = [side for side in self.sides if side.takes(cell)]
         started = time.perf_counter()
         departs, compared = self._compare(calls, sides)
         seconds = self._rounds(calls, sides, started)
@@ -94,7 +94,7 @@ class Bench:
     def _peak(self, calls: Calls, side: Side) -> int:
         """As if the side were alone: without the filled caches that rounds start from, and mlx-lm's without ours."""
         gc.collect()
-        own = self.pair.own_bytes if side is self.sides[0] else 0
+        own = self.pair.own_bytes if side.name in (MLX_LM, CONTROL) else 0
         return min(calls.peak(side) for _ in range(PEAKS)) - self.held - own
 
     def _compare(self, calls: Calls, sides: list[Side]) -> tuple[dict[str, str], int]:

@@ -7,11 +7,13 @@ mlx-lm's, byte for byte, gets no ratio, unless the tier was chosen to be so.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .progress import progress
 from .show import indices
+from .sites import site_table
 
 HELP = "tokens per second beside mlx-lm, where the bytes are equal"
 CONTEXT = 600
@@ -38,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="with fused kernels of straightline's own")
     parser.add_argument("--tier", choices=("exact", "fast"), default="exact", help="fast: bits may differ")
     parser.add_argument("--forward", action="store_true", help="the entry for any width as a third side")
+    parser.add_argument("--control", action="store_true", help="mlx-lm twice: what is noise on this machine")
     parser.add_argument("--steps", type=int, metavar="N", help="calls compared first (default: 64, suite 16)")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="calls of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of each side (default: %(default)s)")
@@ -51,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     from ..benchmark import report
     from ..benchmark.measures import bandwidth
     from ..benchmark.race import Bench, Plan
+    from ..benchmark.sides import sides
+    from ..decode_check import on_gpu
     from ..verification.machine import describe
 
     head = describe(None)
@@ -65,10 +70,11 @@ def run(options: argparse.Namespace) -> int:
         facts["taps"] = ", ".join(map(str, tapped))
     if not options.json:
         _show(facts)
-        print("\n".join(["", *report.head()]), flush=True)
+        print("\n".join(["fused sites", *site_table(pair.sites), "", *report.head()]), flush=True)
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
-    bench = Bench(pair, Plan(steps, options.tokens, options.rounds, seconds), options.forward, options.tier, rate)
+    plan = Plan(steps, options.tokens, options.rounds, seconds)
+    bench = Bench(pair, plan, sides(pair, options.forward, options.control, on_gpu()), options.tier, rate)
     rows: list[Any] = []
     with progress(len(cells), "cell", quiet=options.json) as bar:
         for cell in cells:
@@ -79,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
                 bar.write("\n".join(report.lines(found)), file=sys.stdout)
                 sys.stdout.flush()
     if options.json:
-        print(json.dumps({"machine": head | facts, "rows": [row.plain() for row in rows]}, indent=1))
+        sites = [asdict(one) for one in pair.sites]
+        record = {"machine": head | facts, "fused_sites": sites, "rows": [row.plain() for row in rows]}
+        print(json.dumps(record, indent=1))
     if options.svg is not None:
         from ..atomic import write_text
         from ..benchmark.chart import chart

@@ -28,9 +28,19 @@ class Wishes:
 
 def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
     """Our own flags taken out of the arguments; mlx-lm's read, and left in."""
-    own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    own.add_argument("--kv-config")
-    own.add_argument("--kernels", action="store_true")
+    own = argparse.ArgumentParser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+        description="straightline's own; after them those of mlx-lm",
+    )
+    own.add_argument(
+        "--kv-config", metavar="FILE", help="how K/V are stored; auto: the checkpoint's own, if it has one"
+    )
+    own.add_argument("--kernels", action="store_true", help="fused kernels, each where a check says that it is exact")
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(own.format_help())  # mlx-lm's program prints its own and ends
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
     peek.add_argument("--model")
     peek.add_argument("--draft-model")

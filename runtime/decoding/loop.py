@@ -19,7 +19,7 @@ from ..errors import StraightlineError
 from ..model import Specialized
 from .dispatchers import Inline, Overlapped
 from .interrupts import Uninterrupted
-from .rewind import UNLIMITED, known, rewind, room
+from .rewind import UNLIMITED, rewind, room
 
 STEPS = 8
 CLEAR_EVERY = 256  # tokens, as mlx-lm does: memory that MLX keeps for reuse is given back
@@ -46,7 +46,7 @@ def generate_step(
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Progress | None = None,
     steps: int = STEPS,
-    overlap: bool | None = None,
+    overlap: bool = False,
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids and log-probabilities [vocab], one pair a token; every argument but the last two as mlx-lm's.
 
@@ -56,8 +56,9 @@ def generate_step(
     steps: tokens computed before one read of the host. Counts up to it (1, 2, 4, ...), so that the first tokens come
         at once. It is 1 where what was computed too early could not be undone (a caller's caches with full rings, with
         `kv_bits`, or about to grow) and for a tapped model, whose rows are those of mlx-lm's loop.
-    overlap: hand a token to the device in a second thread while the next one is built. By default on a GPU, for a
-        specialized model with mlx-lm's own samplers and processors, since others might evaluate something meanwhile.
+    overlap: hand a token to the device in a second thread while the next one is built. Only where the caller can get
+        at nothing that is on its way: greedy, with mlx-lm's own processors or none, caches of the loop's own, a
+        specialized model that is not tapped. Elsewhere, and by default, one thread does both.
     Raises StraightlineError if an argument cannot be used, before anything is run.
     """
     tokens = one_prompt(prompt)
@@ -82,7 +83,7 @@ def generate_step(
         quantize=None if kv_bits is None else (quantized_kv_start, kv_group_size, kv_bits),
         steps=steps,
     )
-    if loop.may_overlap() and (mx.default_device().type == mx.gpu if overlap is None else overlap):
+    if overlap and loop.may_overlap():
         loop.dispatcher = Overlapped()
     return loop.run(tokens, max_tokens, prefill_step_size, prompt_progress_callback or (lambda *_: None))
 
@@ -148,13 +149,17 @@ class _Loop:
         self.building: Any = nullcontext() if own else Uninterrupted()
 
     def may_overlap(self) -> bool:
-        """Whether building a step evaluates nothing, as far as that can be known."""
-        ours = [self.sampler, *self.processors]
+        """Whether nothing but the dispatcher evaluates what is on its way.
+
+        A caller who has the caches may read them between two tokens; one who draws random numbers, the random key of a
+        sampler; functions of a caller's own, whatever they are given.
+        """
         return (
             isinstance(self.model, Specialized)
+            and self.own
+            and self.sampler is greedy_sampler
             and self.quantize is None
-            and known(self.caches)
-            and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in ours)
+            and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in self.processors)
         )
 
     def run(self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress) -> Iterator[tuple[int, mx.array]]:
@@ -246,8 +251,7 @@ class _Loop:
             self.pending.append(token)
             if join:
                 joined = mx.concatenate([one.id for one in islice(self.pending, join)])
-        # The key too, since nothing of a stream that is handed on may be left to be evaluated later.
-        dispatcher.submit(token.id, logprobs, token.key, *([] if joined is None else [joined]))
+        dispatcher.submit(token.id, logprobs, *([] if joined is None else [joined]))
         return joined
 
     def _note(self, tokens: mx.array) -> None:

@@ -6,9 +6,10 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 from .attention import Attention
 from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
 from .gates import Geglu, PerLayerGate
+from .into import QKVRopeInto
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
-from .resolve import report, resolve, resolve_all
+from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
 from .site import Site
 
@@ -19,6 +20,7 @@ __all__ = [
     "Geglu",
     "PerLayerGate",
     "QKVRope",
+    "QKVRopeInto",
     "QuantizedMatvec",
     "QuantizedPerLayerGate",
     "QuantizedRouter",
@@ -29,4 +31,5 @@ __all__ = [
     "report",
     "resolve",
     "resolve_all",
+    "resolved_states",
 ]
