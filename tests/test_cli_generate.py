@@ -244,13 +244,14 @@ def test_a_server_with_a_draft_model_gives_plain_greedy_text(
     assert len(reports) == 2 and all(line.endswith(", 0 by mlx-lm's code") for line in reports), reports
 
 
-def test_a_request_may_name_a_draft_model(
+def test_a_request_may_name_a_draft_model_and_any_number_of_its_tokens(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with server("--model", str(folders / "shared")) as ask:
-        found = [ask(PROMPT[1], 24, draft_model=str(folders / "dense")), ask(PROMPT[1], 24)]
+        draft = {"draft_model": str(folders / "dense")}
+        found = [ask(PROMPT[1], 60, **draft), ask(PROMPT[1], 60), ask(PROMPT[1], 60, **draft, num_draft_tokens=40)]
         assert ask.stop()
-    assert found == [plain_text(folders / "shared", PROMPT[1], 24, capsys, monkeypatch)] * 2
+    assert found == [plain_text(folders / "shared", PROMPT[1], 60, capsys, monkeypatch)] * 3
 
 
 def plain_text(
