@@ -20,6 +20,7 @@ from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
 from .kernels import QKVRope, Site, resolve_all
 from .kv.device import packing
+from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
@@ -76,6 +77,7 @@ class Bound:
         self.top_k = text.args.top_k_experts
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
+        self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
         self.decode_reason = self.in_place_reason = ""
         try:
@@ -87,6 +89,7 @@ class Bound:
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
+            self.weights.single = self._for_one_token(text, options.kernels)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
@@ -96,8 +99,16 @@ class Bound:
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
+    def _for_one_token(self, text: nn.Module, kernels: bool) -> Any:
+        """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
+        products = tuple(filter(pays, find_products(self.files[0], text)))
+        self.products = tuple(dict.fromkeys((one.slot, one.site) for one in products))
+        sites = [site for file in self.files for site in _sites(file).values()]
+        calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
+        return with_kernels(self.weights, products, calls[len(sites) :])
+
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
-        sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+        sites = _sites(file)
         dtype = stream_dtype(text)
         calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
         guard, in_place = CacheGuard(file.CACHES), None
@@ -177,6 +188,10 @@ class Bound:
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
+
+
+def _sites(file: ModuleType) -> dict[str, Site]:
+    return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
 
 
 def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

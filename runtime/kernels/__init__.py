@@ -4,9 +4,10 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
+from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
 from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
-from .matvec import QuantizedMatvec
+from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
@@ -15,13 +16,18 @@ from .site import Site
 __all__ = [
     "Attention",
     "DualResidualNorms",
+    "GatedExperts",
     "Geglu",
     "PerLayerGate",
     "QKVRope",
     "QKVRopeInto",
     "QuantizedMatvec",
+    "QuantizedPerLayerGate",
+    "QuantizedRouter",
     "ResidualNorms",
+    "Router",
     "Site",
+    "SummedExperts",
     "report",
     "resolve",
     "resolve_all",
