@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from .decode_check import decode_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .kernels import Site, resolve_all
+from .kernels import resolve_all
 from .registry import find_generated
+from .tier import States, fast_refused, fast_sites, sites_of
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating
@@ -32,6 +34,7 @@ class Options:
     strict: bool
     generate: bool
     kernels: bool
+    tier: str = "exact"
 
 
 class Route(NamedTuple):
@@ -48,6 +51,7 @@ class Earlier(NamedTuple):
 
     files: tuple[ModuleType, ...]
     decode_checked: bool
+    tier_checked: bool = False
 
 
 class Bound:
@@ -56,7 +60,7 @@ class Bound:
     def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
         """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or ""."""
         file = options.module
-        found, self.decode_checked = earlier or Earlier((), False)
+        found, self.decode_checked, self.tier_checked = earlier or Earlier((), False)
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -68,6 +72,7 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
         self.decode_reason = ""
+        self.tier_sites: States = {}
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
@@ -82,11 +87,13 @@ class Bound:
             self.decode_reason = self._check_decode(text, spec.vocab_size)
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None) for route in self.routes)
+            if options.tier == "fast":
+                self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
-        sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+        sites = sites_of(file)
         calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
         return Route(
             CacheGuard(file.CACHES),
@@ -106,6 +113,22 @@ class Bound:
         reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
         self.decode_checked = not reason
         return reason
+
+    def _fast_route(self, text: nn.Module, vocabulary: int, file: ModuleType, route: Route) -> Route:
+        """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
+        sites = sites_of(file)
+        calls, states = fast_sites(sites, route.sites, stream_dtype(text))
+        refused = self.decode_reason
+        if not refused and not self.tier_checked and any(state == "fast" for state, _ in states.values()):
+            assert route.decode is not None
+            refused = fast_refused(
+                self.weights, route.forward, route.decode, sites, calls, _caches_of(text), vocabulary
+            )
+            self.tier_checked = not refused
+        if refused:
+            states = {name: ("exact", refused) for name in states}
+        self.tier_sites |= states
+        return route if refused else route._replace(sites=calls)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.

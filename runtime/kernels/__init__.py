@@ -4,22 +4,27 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
+from .fast import FastAttention
+from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
 from .matvec import QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all
 from .rope import QKVRope
-from .site import Site
+from .site import Call, Site
 
 __all__ = [
     "Attention",
+    "Call",
     "DualResidualNorms",
+    "FastAttention",
     "Geglu",
     "PerLayerGate",
     "QKVRope",
     "QuantizedMatvec",
     "ResidualNorms",
     "Site",
+    "faster",
     "report",
     "resolve",
     "resolve_all",

@@ -50,7 +50,7 @@ def _kernel(factory: Callable[..., Any], program: Program, header: str) -> Calla
         output_names=list(program.outputs),
         source=program.source,
         header=header,
-        ensure_row_contiguous=True,
+        ensure_row_contiguous=program.contiguous,
     )
     return kernel
 
