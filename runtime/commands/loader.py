@@ -21,6 +21,7 @@ class Wishes:
 
     kv_config: str | None
     kernels: bool
+    tier: str
     model: str | None
     draft: str | None
     draft_tokens: int
@@ -31,13 +32,17 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     own.add_argument("--kv-config")
     own.add_argument("--kernels", action="store_true")
+    own.add_argument("--tier", choices=("exact", "fast"), default="exact")
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
     peek.add_argument("--model")
     peek.add_argument("--draft-model")
     peek.add_argument("--num-draft-tokens", type=int, default=3)
     mine, rest = own.parse_known_args(arguments)
     theirs, _ = peek.parse_known_args(rest)
-    return Wishes(mine.kv_config, mine.kernels, theirs.model, theirs.draft_model, theirs.num_draft_tokens), rest
+    return (
+        Wishes(mine.kv_config, mine.kernels, mine.tier, theirs.model, theirs.draft_model, theirs.num_draft_tokens),
+        rest,
+    )
 
 
 @dataclass
@@ -58,7 +63,8 @@ class Loader:
             return self.plain(path_or_hf_repo, *arguments, **named)
         is_draft = path_or_hf_repo == self.wishes.draft
         kv_config = None if is_draft else _read(self.wishes)
-        loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
+        wishes = {"kernels": self.wishes.kernels, "tier": self.wishes.tier, "kv_config": kv_config}
+        loaded = load(path_or_hf_repo, *arguments, **named, **wishes)
         model = loaded[0]
         if self.wishes.draft is not None:
             from ...codegen.config import read_arguments
@@ -92,6 +98,8 @@ def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
     counts = dispatch.counts
     file = (dispatch.file or "no file").rpartition(".")[2]
     yield f"straightline: {name}: {counts['generated']} calls generated ({file}), {counts['monolith']} by mlx-lm's code"
+    for site, (runs, why) in dispatch.tier_sites.items():
+        yield f"straightline:   tier fast: {site}: {runs}: {why}"
     for reason, count in dispatch.reasons.items():
         yield f"straightline:   {count} by mlx-lm's code: {reason}"
 

@@ -105,7 +105,7 @@ def _checked(
         if refused:
             finding = Finding("plain", refused)
         elif known is None:
-            reason = f"error at most {worst.found:.1e} (bound {BOUND:.1e}), MLX's own {plain:.1e}"
+            reason = f"error at most {worst.found:.1e} (bound {BOUND:.1e}), MLX's own up to {plain:.1e}"
             finding = Finding("kernel", reason)
     except Exception as error:  # whatever a kernel or a device does, the exact form is there
         text = str(error)
