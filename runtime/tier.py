@@ -67,7 +67,7 @@ def fast_refused(
             logits = decode(weights, watched, ids[:, step : step + 1], caches, no_tap)
             if not mx.isfinite(logits.astype(mx.float32)).all().item():
                 return f"its logits are not finite at step {step}"
-        error = mx.stack(worst).max().item()
+        error: Any = mx.stack(worst).max().item()
     except (RuntimeError, ValueError) as error_here:
         return f"it fails here: {error_here}"
     return "" if error <= BOUND else f"its error on this model's own tokens is {error:.1e}, above the bound {BOUND:.1e}"

@@ -63,8 +63,8 @@ class Loader:
             return self.plain(path_or_hf_repo, *arguments, **named)
         is_draft = path_or_hf_repo == self.wishes.draft
         kv_config = None if is_draft else _read(self.wishes)
-        wishes = {"kernels": self.wishes.kernels, "tier": self.wishes.tier, "kv_config": kv_config}
-        loaded = load(path_or_hf_repo, *arguments, **named, **wishes)
+        kernels, tier = self.wishes.kernels, self.wishes.tier
+        loaded = load(path_or_hf_repo, *arguments, **named, kernels=kernels, tier=tier, kv_config=kv_config)
         model = loaded[0]
         if self.wishes.draft is not None:
             from ...codegen.config import read_arguments

@@ -42,15 +42,14 @@ def errors(site: FastAttention, call: Call, lengths: tuple[int, ...] = LENGTHS) 
     for seed, length in enumerate(lengths):
         inputs = site.inputs_of(length, seed)
         truth = reference(site, *inputs)
-        off = float(distance(call(*inputs), truth).item())
-        found.append(Errors(length, off, plain_error(site, inputs, truth)))
+        found.append(Errors(length, error_of(call(*inputs), truth), plain_error(site, inputs, truth)))
     return found
 
 
 def plain_error(site: FastAttention, inputs: tuple[Any, ...], truth: mx.array) -> float:
     """Of MLX's operations; infinite where it has no kernel for them on this device."""
     try:
-        return float(distance(site.plain(*inputs), truth).item())
+        return error_of(site.plain(*inputs), truth)
     except RuntimeError as error:
         if site.bits and "No implementation" in str(error):
             return math.inf
@@ -63,6 +62,11 @@ def distance(found: Any, truth: mx.array) -> mx.array:
     return _norm(difference) / _norm(truth)
 
 
+def error_of(found: Any, truth: mx.array) -> float:
+    value: Any = distance(found, truth).item()
+    return float(value)
+
+
 def _norm(x: mx.array) -> mx.array:
     return mx.sqrt((x * x).sum())
 
@@ -70,7 +74,7 @@ def _norm(x: mx.array) -> mx.array:
 def reference(site: FastAttention, q: mx.array, k: Any, v: Any, rows: mx.array | None = None) -> mx.array:
     """float32 [heads * head_dim], one head after the other: so many products at once fill a GPU's memory."""
     k, v = _stored(site, k), _stored(site, v)
-    count = k.shape[2] if rows is None else int(rows.item())
+    count: Any = k.shape[2] if rows is None else rows.item()
     q = q.reshape(site.heads, 1, site.head_dim).astype(mx.float32)
     results = []
     for head in range(site.heads):

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm import utils
 
 from ..kernels import Attention, Call, FastAttention
-from ..kernels.fast_check import BOUND, distance, reference
+from ..kernels.fast_check import BOUND, error_of, reference
 from ..model import specialize
 from ..taps import no_tap
 from ..tier import TIERS, sites_of
@@ -100,7 +100,7 @@ class Measured:
                 decode = watch if name == "fast" and watch is not None else model
                 logits = decode(token, cache=caches[name])
                 found, tier = _logs(logits), self.tiers[name]
-                tier.apart.append(float((mx.exp(expected) * (expected - found)).sum().item()))
+                tier.apart.append(_apart(expected, found))
                 tier.agreed += int(mx.argmax(expected).item() == mx.argmax(found).item())
                 if name == "exact":
                     following = _greedy(logits)
@@ -170,8 +170,8 @@ def _watched(site: Attention, fast: Call, exact: Call, errors: SiteErrors) -> Ca
 
     def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         truth, found, other = reference(whole, q, k, v), fast(q, k, v), exact(q, k, v)
-        errors.fast.append(float(distance(found, truth).item()))
-        errors.exact.append(float(distance(other, truth).item()))
+        errors.fast.append(error_of(found, truth))
+        errors.exact.append(error_of(other, truth))
         return found
 
     return attention
@@ -182,7 +182,15 @@ def _greedy(logits: mx.array) -> mx.array:
     return token
 
 
+def _apart(expected: mx.array, found: mx.array) -> float:
+    """KL divergence of two distributions, from their float32 log-probabilities; each of the terms is 0 or more."""
+    p, q = mx.exp(expected), mx.exp(found)
+    value: Any = (p * (expected - found) - p + q).sum().item()
+    return max(float(value), 0.0)
+
+
 def _logs(logits: mx.array) -> mx.array:
     """float32 log-probabilities of the last token."""
     last = logits[0, -1].astype(mx.float32)
-    return last - mx.logsumexp(last)
+    logs: mx.array = last - mx.logsumexp(last)
+    return logs
