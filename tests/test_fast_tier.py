@@ -29,6 +29,7 @@ from straightline.runtime.kernels.fast_launch import by_length, parts_for
 from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
+from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 
 LENGTHS = (1, 2, 17, 63)
@@ -320,7 +321,8 @@ def test_a_copy_and_a_second_specialize_have_their_own_tier(monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("tier")
-    checkpoints.publish(folder / "checkpoint", toys.E6)
+    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+    checkpoints.publish(folder / "checkpoint", toys.E6 | sizes)
     yield str(folder / "checkpoint")
 
 
