@@ -5,19 +5,18 @@ namespace straightline {
 struct Out {
   float *parts, *scores;
 
-  DEVICE void finish(float* totals, float* most, float* sums, Place here) const;
+  DEVICE void finish(const float* totals, const float* most, const float* sums, Place here) const {
+    const int blocks = gridDim.x;
+    for (int i = here.tid; i < GROUP * HEAD_DIM; i += BLOCK) {
+      const int head = here.row * GROUP + i / HEAD_DIM;
+      parts[(head * blocks + here.block) * HEAD_DIM + i % HEAD_DIM] = totals[i];
+    }
+    if (here.tid < GROUP) {
+      const int at = 2 * ((here.row * GROUP + here.tid) * blocks + here.block);
+      scores[at] = most[here.tid];
+      scores[at + 1] = sums[here.tid];
+    }
+  }
 };
-
-DEVICE void Out::finish(float* totals, float* most, float* sums, Place here) const {
-  for (int i = here.tid; i < GROUP * HEAD_DIM; i += BLOCK) {
-    const int head = here.row * GROUP + i / HEAD_DIM;
-    parts[(head * int(gridDim.x) + here.block) * HEAD_DIM + i % HEAD_DIM] = totals[i];
-  }
-  if (here.tid < GROUP) {
-    const int at = 2 * ((here.row * GROUP + here.tid) * int(gridDim.x) + here.block);
-    scores[at] = most[here.tid];
-    scores[at + 1] = sums[here.tid];
-  }
-}
 
 } // namespace straightline
