@@ -32,7 +32,8 @@ class FastAttention(Site):
 
     k, v: [1, kv_heads, rows, head_dim]; or for bits > 0 each (packed, scales, biases), as a quantized cache gives them.
     Rows may lie apart (slices of a cache), values within a row may not. whole: k and v are whole buffers, `rows` an
-    int32 scalar on the device says how many of their first rows count; nothing else changes from token to token.
+    int32 scalar on the device says how many of their first rows count (more than there are: all); nothing else changes
+    from token to token.
     """
 
     heads: int
@@ -144,7 +145,7 @@ class FastAttention(Site):
             arguments=(
                 "q",
                 *rows,
-                "rows[0]" if self.whole else f"{first}_shape[2]",
+                f"min(rows[0], {first}_shape[2])" if self.whole else f"{first}_shape[2]",
                 f"straightline::Out{{{', '.join(outputs)}}}",
             ),
             threads=cut.threads,
