@@ -115,7 +115,8 @@ class Step:
     @property
     def decode_call(self) -> str:
         extra = f", per_layer, {self.index}" if self.kind.per_layer_input else ""
-        return f"decode_{self.kind.name}(w.layers[{self.index}], s, h, x, {self.keys}, position{extra})"
+        arguments = f"w.layers[{self.index}], s, h, x, {self.keys}, position{extra}"
+        return f"s.{self.kind.attention}_layer(decode_{self.kind.name}, {arguments})"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
-from .decode_check import decode_refused, on_gpu
+from .decode_check import decode_refused, in_place_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .kernels import resolve_all
+from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
+from .kernels import QKVRope, resolve_all
 from .registry import find_generated
 from .tier import States, fast_refused, fast_sites, sites_of
 from .user_files import find_user_file, make_user_file
@@ -38,12 +39,16 @@ class Options:
 
 
 class Route(NamedTuple):
-    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token; its sites."""
+    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
+
+    sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
+    """
 
     guard: CacheGuard
     forward: Callable[..., mx.array]
     decode: Callable[..., mx.array] | None
     sites: SimpleNamespace
+    in_place: InPlace | None
 
 
 class Earlier(NamedTuple):
@@ -51,6 +56,7 @@ class Earlier(NamedTuple):
 
     files: tuple[ModuleType, ...]
     decode_checked: bool
+    in_place_checked: bool
     tier_checked: bool = False
 
 
@@ -58,9 +64,13 @@ class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
     def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
-        """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or ""."""
+        """earlier: what served until the modules changed.
+
+        decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        """
         file = options.module
-        found, self.decode_checked, self.tier_checked = earlier or Earlier((), False)
+        earlier = earlier or Earlier((), False, False)
+        found, self.decode_checked, self.in_place_checked, self.tier_checked = earlier
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -71,7 +81,7 @@ class Bound:
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
-        self.decode_reason = ""
+        self.decode_reason = self.in_place_reason = ""
         self.tier_sites: States = {}
         try:
             if text.training:
@@ -86,21 +96,26 @@ class Bound:
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
             if self.decode_reason:
-                self.routes = tuple(route._replace(decode=None) for route in self.routes)
+                self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
+            self._check_in_place(text, spec.vocab_size)
             if options.tier == "fast":
                 self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
-        sites = sites_of(file)
-        calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
-        return Route(
-            CacheGuard(file.CACHES),
-            file.forward,
-            file.decode,
-            SimpleNamespace(**dict(zip(sites, calls, strict=True))),
-        )
+        sites, dtype = sites_of(file), stream_dtype(text)
+        calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
+        guard, in_place = CacheGuard(file.CACHES), None
+        if not kernels:
+            self.in_place_reason = "kernels are off"
+        elif not guard.quantized:
+            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype)
+        for name, site in sites.items():
+            if isinstance(site, QKVRope) and site.kv_heads:
+                setattr(calls, name, _storing(getattr(calls, name)))
+        calls.sliding_layer = calls.full_layer = _run
+        return Route(guard, file.forward, file.decode, calls, in_place)
 
     def _check_decode(self, text: nn.Module, vocabulary: int) -> str:
         if not self.weights.one_token:
@@ -129,6 +144,18 @@ class Bound:
             states = {name: ("exact", refused) for name in states}
         self.tier_sites |= states
         return route if refused else route._replace(sites=calls)
+    def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
+        for index, route in enumerate(self.routes):
+            if route.in_place is not None and not self.in_place_checked:
+                self.in_place_reason = in_place_refused(self.weights, route, _caches_of(text), vocabulary)
+                self.in_place_checked = not self.in_place_reason
+                if self.in_place_reason:
+                    self.routes = (*self.routes[:index], route._replace(in_place=None), *self.routes[index + 1 :])
+
+    def lease(self, route: Route, caches: list[Any]) -> None:
+        """After a token of `decode`: whether the next ones may go where they stay."""
+        if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
+            Lease(caches, route)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -152,16 +179,40 @@ class Bound:
             return f"inputs are {shape}, file expects token ids [B, L]"
         return ""
 
+    def owner(self, lease: Lease) -> Route | None:
+        """The route whose lease it is; None, too, for a lease of another model or of what this one was bound to."""
+        return next((route for route in self.routes if route is lease.owner), None)
+
     def route(self, cache: Any) -> tuple[Route | None, str]:
-        """The first file that takes these caches, or the reason of the one that comes closest."""
+        """The first file that takes these caches, or the reason of the one that comes closest.
+
+        Caches under a lease fit none, until it is ended, here.
+        """
         reasons = []
         for route in self.routes:
             reason = route.guard.refuse(cache)
             if not reason:
                 return route, ""
             reasons.append(reason)
+        if end_leases(cache):
+            return self.route(cache)
         quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
         return None, reasons[-1 if quantized else 0]
+
+
+def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """q of a token, and all keys and values of its cache, the token's own included."""
+
+    def qkv(cache: Any, *inputs: mx.array) -> tuple[Any, ...]:
+        q, k, v = call(*inputs)
+        return q, *cache.update_and_fetch(k, v)
+
+    return qkv
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A layer of `decode`, where nothing can be said about it in advance."""
+    return function(*arguments)
 
 
 def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:

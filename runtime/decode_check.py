@@ -10,9 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from .evaluation import evaluate
+from .in_place import Lease, end_leases
 from .taps import no_tap
 
 PROMPT = 5
+FILLED = 512  # rows, where no ring says how many
 STEPS = 2
 
 
@@ -47,6 +49,43 @@ def decode_refused(
     except (RuntimeError, ValueError) as error:
         return f"it fails here: {error}"
     return ""
+
+
+def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
+    """Why `decode` is not to write in place; empty if it gives forward's bits where rings wrap and others grow."""
+    ours, theirs = make_caches(), make_caches()
+    try:
+        for caches in (ours, theirs):
+            if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
+                return "nothing can be compared inside mx.compile"
+            rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
+            for index, cache in enumerate(caches):
+                _fill(cache, rows, index)
+        lease = Lease(ours, route)
+        for step in range(STEPS + 1):
+            token = mx.array([[step % vocabulary]])
+            slots, calls = lease.begin(route.in_place)
+            found = route.decode(weights, calls, token, slots, no_tap)
+            lease.end(found)
+            if not _same(found, route.forward(weights, token, theirs, no_tap)):
+                return f"its logits differ from those of forward at step {step}"
+        end_leases(ours)
+        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            if not all(map(_same, [mine.keys, mine.values], [other.keys, other.values])):
+                return f"it leaves another cache {index} than forward"
+    except (RuntimeError, ValueError) as error:
+        return f"it fails here: {error}"
+    return ""
+
+
+def _fill(cache: Any, rows: int, seed: int) -> None:
+    """Random rows, all but the last of `rows`, in a cache that has seen one token."""
+    for name, key in zip(("keys", "values"), mx.random.split(mx.random.key(seed)), strict=True):
+        one = getattr(cache, name)
+        setattr(cache, name, mx.random.normal((*one.shape[:2], rows, one.shape[3]), one.dtype, key=key))
+    cache.offset = rows - 1
+    if hasattr(cache, "_idx"):
+        cache._idx = rows - 1
 
 
 def _arrays(cache: Any) -> list[mx.array]:

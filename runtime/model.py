@@ -14,6 +14,7 @@ from ..codegen.spec import Spec
 from .bound import Bound, Earlier, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
+from .in_place import end_leases, lease_of
 from .kv import quantizable
 from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
@@ -51,9 +52,13 @@ class Specialized(Watched):
         if bound is None or bound.stale():
             bound = self._bind()
         reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
-        route = None
+        route, lease = None, None
         if not reason:
-            route, reason = bound.route(cache)
+            lease = lease_of(cache)
+            route = lease and bound.owner(lease)
+            if route is None:
+                lease = None
+                route, reason = bound.route(cache)
         if route is None:
             self.dispatch.monolith(reason)
             return self.monolith(
@@ -69,12 +74,19 @@ class Specialized(Watched):
         hook = no_tap if step is None else step
         # An edited stream has another input norm than the one that `decode` has worked out by then.
         decode = route.decode if inputs.size == 1 and (step is None or not step.edits) else None
+        if lease is not None and decode is None:
+            end_leases(cache)
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
-        elif decode is not None and route.guard.maskless(cache):
-            logits = decode(bound.weights, route.sites, inputs, cache, hook)
-        else:
+        elif decode is None or (lease is None and not route.guard.maskless(cache)):
             logits = route.forward(bound.weights, inputs, cache, hook)
+        elif lease is not None:
+            slots, calls = lease.begin(route.in_place)
+            logits = decode(bound.weights, calls, inputs, slots, hook)
+            lease.end(logits)
+        else:
+            logits = decode(bound.weights, route.sites, inputs, cache, hook)
+            bound.lease(route, cache)
         if step is not None:
             step.end()
         self.dispatch.generated()
@@ -89,6 +101,7 @@ class Specialized(Watched):
     ) -> mx.array:
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
+        end_leases(cache)
         refuse_mixed(cache)
         cache = with_stand_ins(cache, text["model"].previous_kvs)
         if tap is None:
@@ -132,7 +145,7 @@ class Specialized(Watched):
 
     def _bind(self) -> Bound:
         old = self._bound
-        earlier = Earlier(old.files, old.decode_checked, old.tier_checked) if old is not None else None
+        earlier = old and Earlier(old.files, old.decode_checked, old.in_place_checked, old.tier_checked)
         del old
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
@@ -141,6 +154,7 @@ class Specialized(Watched):
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         self.dispatch.decode_reason = bound.decode_reason
+        self.dispatch.in_place_reason = bound.in_place_reason
         self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
 

@@ -19,8 +19,7 @@ def _layer(kind: Kind, plan: Plan) -> Iterator[str]:
         yield f"q = s.{kind.attention}_query(w.q_proj(x), w.q_norm, position{freqs})"
         yield "k, v = kv"
     else:
-        yield f"q, k, v = s.{kind.attention}_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position{freqs})"
-        yield "k, v = cache.update_and_fetch(k, v)"
+        yield f"q, k, v = s.{kind.attention}_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position{freqs})"
     if kind.kv_bits:
         stored = f"group_size={kind.kv_group_size}, bits={kind.kv_bits}"
         yield f"y = quantized_attention(q, k, v, scale=1.0, mask=None, {stored})"
@@ -73,7 +72,8 @@ def _decode(plan: Plan) -> Iterator[str]:
         owners += not kind.is_reader
         extra = f", per_layer, {index}" if kind.per_layer_input else ""
         results = f"h, x, kv{index}" if kind.is_source else "h, x"
-        yield f"{results} = {DECODE}_{kind.name}(w.layers[{index}], s, h, x, {keys}, position{extra})"
+        arguments = f"{DECODE}_{kind.name}, w.layers[{index}], s, h, x, {keys}, position{extra}"
+        yield f"{results} = s.{kind.attention}_layer({arguments})"
         yield f"{'_' if index == len(plan.steps) - 1 else 'h'} = tap({index}, h)"
     yield f"x = tap({len(plan.steps)}, x)"
     head = f"w.{'unembed' if plan.tied else 'lm_head'}(x)"

@@ -7,9 +7,10 @@ from .attention import Attention
 from .fast import FastAttention
 from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
+from .into import QKVRopeInto
 from .matvec import QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
-from .resolve import report, resolve, resolve_all
+from .resolve import report, resolve, resolve_all, states
 from .rope import QKVRope
 from .site import Call, Site
 
@@ -21,6 +22,7 @@ __all__ = [
     "Geglu",
     "PerLayerGate",
     "QKVRope",
+    "QKVRopeInto",
     "QuantizedMatvec",
     "ResidualNorms",
     "Site",
@@ -28,4 +30,5 @@ __all__ = [
     "report",
     "resolve",
     "resolve_all",
+    "states",
 ]

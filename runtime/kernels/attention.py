@@ -66,3 +66,13 @@ class Attention(Site):
             return y
 
         return alone if repeats == 1 else grouped
+
+    def over_views(self) -> Call:
+        """As the written-out form, of q, k and v in the shapes that its products take."""
+        result = (1, 1, self.unit)
+
+        def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            y: mx.array = (mx.softmax(q @ k, axis=-1, precise=True) @ v).reshape(result)
+            return y
+
+        return attention

@@ -20,17 +20,14 @@ DEVICE void rotate(SHARED_MEMORY const T* head, P position, F freqs, O to, Place
   }
 }
 
+// Head `index` of the row, normed, turned and written to `to`.
 template <typename X, typename QW, typename KW, typename P, typename F, typename O>
-DEVICE void qkv_rope(
-    X qkv, QW q_norm, KW k_norm, P position, F freqs, O q, O k, O v,
-    SHARED_MEMORY float* sums, SHARED_MEMORY T* head, Place here) {
+DEVICE void head_rope(
+    X qkv, QW q_norm, KW k_norm, P position, F freqs, O to, SHARED_MEMORY float* sums, SHARED_MEMORY T* head,
+    Place here) {
   const int index = here.block, tid = here.tid;
   const bool is_q = index < HEADS, is_v = index >= HEADS + KV_HEADS;
   const int source = K_EQ_V && is_v ? index - KV_HEADS : index;
-  const int q_row = here.row * HEADS, kv_row = here.row * KV_HEADS;
-  O to = q + (q_row + index) * HEAD_DIM;
-  if (!is_q) to = k + (kv_row + index - HEADS) * HEAD_DIM;
-  if (is_v) to = v + (kv_row + index - HEADS - KV_HEADS) * HEAD_DIM;
 
   const bool holds = tid < HEAD_DIM / READS;
   Vec x = zeros(), weight = zeros();
@@ -54,6 +51,17 @@ DEVICE void qkv_rope(
   if (holds) write(head, tid, x);
   barrier();
   rotate(head, position, freqs, to, here);
+}
+
+template <typename X, typename QW, typename KW, typename P, typename F, typename O>
+DEVICE void qkv_rope(
+    X qkv, QW q_norm, KW k_norm, P position, F freqs, O q, O k, O v,
+    SHARED_MEMORY float* sums, SHARED_MEMORY T* head, Place here) {
+  const int index = here.block, q_row = here.row * HEADS, kv_row = here.row * KV_HEADS;
+  O to = q + (q_row + index) * HEAD_DIM;
+  if (index >= HEADS) to = k + (kv_row + index - HEADS) * HEAD_DIM;
+  if (index >= HEADS + KV_HEADS) to = v + (kv_row + index - HEADS - KV_HEADS) * HEAD_DIM;
+  head_rope(qkv, q_norm, k_norm, position, freqs, to, sums, head, here);
 }
 
 } // namespace straightline

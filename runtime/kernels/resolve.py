@@ -66,6 +66,12 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
     return bar
 
 
+def states(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, kernels: bool = True) -> list[tuple[str, str]]:
+    """("kernel", "written out" or "plain", reason) of each."""
+    found = [_resolve((site, dtype, detect(), kernels)) for site in sites]
+    return [(one.state, one.reason) for one in found]
+
+
 def report() -> dict[Site, tuple[str, str]]:
     """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason)."""
     return {site: (found.state, found.reason) for (site, *_), found in _resolved.items()}

@@ -27,6 +27,7 @@ class QKVRope(Site):
     eps: float
     theta: float | None = None
     k_eq_v: bool = False
+    grouped: int = 0  # q as [B, grouped, heads / grouped, 1, head_dim], for attention over so many KV heads
 
     @property
     def width(self) -> int:
@@ -39,14 +40,16 @@ class QKVRope(Site):
 
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         heads = (self.heads, self.kv_heads, self.kv_heads) if self.kv_heads else (self.heads,)
-        return tuple((rows, count, 1, self.head_dim) for count in heads)
+        q, *kv = ((rows, count, 1, self.head_dim) for count in heads)
+        return ((rows, self.grouped, self.heads // self.grouped, 1, self.head_dim) if self.grouped else q, *kv)
 
     def plain(self, *inputs: Any) -> Outputs:
         qkv, q_norm, *rest = inputs
         k_norm = rest.pop(0) if self.kv_heads else None
         position, freqs = rest if self.theta is None else (rest[0], None)
         if k_norm is None:
-            return self._rope(self._norm(qkv, self.heads, q_norm), position, freqs)
+            q = self._rope(self._norm(qkv, self.heads, q_norm), position, freqs)
+            return q.reshape(self.shapes(q.shape[0])[0]) if self.grouped else q
         cut = self.heads * self.head_dim
         if self.k_eq_v:
             q, k = mx.split(qkv, [cut], axis=-1)
@@ -81,29 +84,38 @@ class QKVRope(Site):
         return (proportional_freqs(dims=self.head_dim, rotated=self.head_dim // 4, base=1e6, factor=1.0),)
 
     def program(self, backend: str) -> Program:
+        outputs = ("q", "k", "v") if self.kv_heads else ("q",)
+        return self.rendered(backend, "qkv_rope", outputs, outputs if self.kv_heads else ("q", "q", "q"))
+
+    def rendered(
+        self,
+        backend: str,
+        function: str,
+        outputs: tuple[str, ...],
+        results: tuple[str, ...],
+        inputs: tuple[str, ...] = (),
+        headers: tuple[str, ...] = (),
+    ) -> Program:
+        """The kernel of one of the device functions over this row. results: its last arguments. Raises Unsupported."""
         if self.head_dim % 8 or self.head_dim > 512:
             raise Unsupported(f"heads of {self.head_dim}; the kernel is for multiples of 8 up to 512")
         reading = 64 if backend == "cuda" else 32 * -(-self.head_dim // 128)  # threads of MLX's rms_norm
         threads = max(reading, 32 * -(-self.head_dim // 64))
         has_kv, has_freqs = self.kv_heads > 0, self.theta is None
         log2_theta = 0.0 if self.theta is None else math.log2(float32(self.theta))
-        outputs = ("q", "k", "v") if has_kv else ("q",)
         return Program(
             backend,
-            "qkv_rope",
-            headers=("rms.h", "qkv_rope.h"),
+            function,
+            headers=("rms.h", "qkv_rope.h", *headers),
             constants=(
                 *(("HEADS", self.heads), ("KV_HEADS", self.kv_heads), ("HEAD_DIM", self.head_dim)),
                 *(("WIDTH", self.unit), ("K_EQ_V", self.k_eq_v), ("EPS", float(self.eps))),
                 *(("USES_FREQS", has_freqs), ("LOG2_THETA", log2_theta)),
                 *(("BLOCK", threads), ("WARPS", reading // 32)),
             ),
-            inputs=("qkv", "qn", *(("kn",) if has_kv else ()), "at", *(("freqs",) if has_freqs else ())),
+            inputs=("qkv", "qn", *(("kn",) if has_kv else ()), "at", *(("freqs",) if has_freqs else ()), *inputs),
             outputs=outputs,
-            arguments=(
-                *("qkv", "qn", "kn" if has_kv else "qn", "at", "freqs" if has_freqs else "qn"),
-                *(outputs if has_kv else ("q", "q", "q")),
-            ),
+            arguments=("qkv", "qn", "kn" if has_kv else "qn", "at", "freqs" if has_freqs else "qn", *results),
             threads=threads,
             blocks=self.heads + 2 * self.kv_heads,
             shared=(("float", "sums", reading // 32), ("straightline::T", "head", self.head_dim)),

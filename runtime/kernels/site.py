@@ -47,6 +47,10 @@ class Site(ABC):
         """The call of the site, from one that takes the kernel's inputs, for one row."""
         return call
 
+    def observed(self, call: Call) -> Call:
+        """The call as the self-check sees it: everything that it changes is among its results."""
+        return call
+
     def spread(self, inputs: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
         """The kernel's inputs for several rows, from the site's."""
         return inputs

@@ -1,0 +1,72 @@
+"""Lease: the caches of one sequence while single tokens are decoded into them, one after another."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..kv.growing import GrowingKVCache
+from ..kv.ring import RotatingKVCache
+from .leased import hand_over
+from .sites import InPlace
+from .slot import Clock, Slot
+
+GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, GrowingKVCache)
+RINGS: tuple[type, ...] = (mlx_lm_cache.RotatingKVCache, RotatingKVCache)
+# Single tokens in a row before a lease is worth its copy of all rows: speculation seldom asks for as many.
+PATIENCE = 4
+
+
+def leasable(caches: list[Any]) -> bool:
+    """Whether these caches, which `decode` has just served, may be leased; counts how often that was asked in a row."""
+    first = caches[0]
+    offset, times = getattr(first, "decoded", (0, 0))
+    times = times + 1 if offset == first.offset - 1 else 1
+    first.decoded = (first.offset, times)
+    return times >= PATIENCE and all(map(_plain, caches))
+
+
+def _plain(cache: Any) -> bool:
+    """One sequence, laid out as mlx-lm lays it out, in the state that a single token leaves it in."""
+    kind, keys = type(cache), cache.keys
+    if (kind not in GROWING and kind not in RINGS) or keys.shape[0] != 1:
+        return False
+    if keys.shape != cache.values.shape or keys.dtype != cache.values.dtype:
+        return False
+    if kind in GROWING:
+        return bool(cache.offset <= keys.shape[2])
+    if cache.keep or keys.shape[2] > cache.max_size:
+        return False
+    return bool(keys.shape[2] == cache.max_size or cache._idx == cache.offset <= keys.shape[2])
+
+
+class Lease:
+    """slots: what `decode` takes in the place of the caches. Refers to no cache, so that these are freed as ever.
+
+    owner: whose lease it is; another one's calls end it.
+    """
+
+    def __init__(self, caches: list[Any], owner: object) -> None:
+        """The caches must be `leasable`. What they gave away before is theirs no longer: rows are copied once."""
+        self.owner = owner
+        self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset)
+        mx.eval(self.clock.after)
+        self.slots: list[Slot] = []
+        for cache in caches:
+            slot = Slot(cache, self.clock)
+            self.slots.append(slot)
+            hand_over(cache, self, slot)
+        self.moving = self.slots
+
+    def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
+        """The slots, ready for a token, and what `decode` calls over them."""
+        for slot in self.moving:
+            slot.show()
+        return self.slots, in_place.moving if any(slot.limit for slot in self.moving) else in_place.settled
+
+    def end(self, logits: mx.array) -> None:
+        """The token of these logits has its place. They are what the next one waits for."""
+        self.clock.after = logits
+        self.clock.offset += 1
+        self.moving = [slot for slot in self.moving if slot.moves]

@@ -1,0 +1,69 @@
+"""The sites of `decode` over slots in the place of caches, from those of a generated file."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, states
+from .compiled import CompiledLayers
+from .slot import Slot
+
+
+class InPlace(NamedTuple):
+    """What `decode` calls over slots: while rings fill up, and when only the layers with full attention change."""
+
+    moving: SimpleNamespace
+    settled: SimpleNamespace
+
+
+def in_place_sites(sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.Dtype) -> tuple[InPlace | None, str]:
+    """As `calls`, but each token's K/V written where it stays; or None and the reason.
+
+    sites: a file's, by name in lower case. calls: what serves them over ordinary caches.
+    """
+    wanted = {name: _over_slots(name, site, sites) for name, site in sites.items()}
+    ours = {name: site for name, site in wanted.items() if site is not None}
+    resolved = dict(zip(ours, resolve_all(ours.values(), dtype), strict=True))
+    for name, (state, reason) in zip(ours, states(ours.values(), dtype), strict=True):
+        if state == "plain":
+            return None, f"{name}: {reason}"
+    over = dict(vars(calls))
+    for name, call in resolved.items():
+        site = ours[name]
+        over[name] = site.over_views() if isinstance(site, Attention) else call
+        if isinstance(site, QKVRopeInto):
+            over[name] = _into(call)
+    return in_place(over), ""
+
+
+def in_place(calls: Mapping[str, Any]) -> InPlace:
+    """calls: of the sites, by name."""
+    moving = SimpleNamespace(**calls, sliding_layer=run, full_layer=run)
+    return InPlace(moving, SimpleNamespace(**calls, sliding_layer=CompiledLayers(moving).run, full_layer=run))
+
+
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A layer whose arrays are others at every token."""
+    return function(*arguments)
+
+
+def _over_slots(name: str, site: Site, sites: Mapping[str, Site]) -> Site | None:
+    """What a site is over slots; None if it is the same."""
+    if isinstance(site, QKVRope):
+        if site.kv_heads:
+            return QKVRopeInto(site)
+        attention = sites[name.replace("_query", "_attention")]
+        assert isinstance(attention, Attention)
+        return replace(site, grouped=attention.kv_heads)
+    return site if isinstance(site, Attention) else None
+
+
+def _into(call: Callable[..., mx.array]) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    def qkv(slot: Slot, *inputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        q = call(*inputs, slot.keys, slot.values, slot.ring, slot.clock.after)
+        return q, slot.k, slot.v
+
+    return qkv

@@ -1,0 +1,83 @@
+"""Slot: the rows of one cache during a lease. Laid out as mlx-lm's own class lays them out, growth included."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels.into import private
+
+STEP = 256  # rows that mlx-lm's caches grow by
+
+
+class Clock:
+    """The state that all slots of a lease share.
+
+    after: what the next token's writes have to wait for, the logits of the last. offset: how many tokens there are.
+    """
+
+    __slots__ = ("after", "offset")
+
+    def __init__(self, after: mx.array, offset: int) -> None:
+        self.after = after
+        self.offset = offset
+
+
+class Slot:
+    """keys, values: all rows, [kv_heads * rows * head_dim]. ring: int32 [2], see QKVRopeInto.
+
+    k, v: what attention reads, [1, kv_heads, 1, head_dim, seen] and [1, kv_heads, 1, seen, head_dim].
+    moves: whether these change from token to token. limit: the size of a ring; 0 for a cache that grows for ever.
+    """
+
+    __slots__ = ("clock", "head_dim", "k", "keys", "kv_heads", "limit", "moves", "ring", "rows", "shift", "v", "values")
+
+    def __init__(self, cache: Any, clock: Clock) -> None:
+        """Takes the rows out of a cache that `leasable` has let through."""
+        self.clock = clock
+        self.limit: int = getattr(cache, "max_size", 0)
+        _, self.kv_heads, self.rows, self.head_dim = cache.keys.shape
+        # A full ring's next row is where its index points; until then a row's place is its position.
+        self.shift: int = (cache._idx - cache.offset) % self.limit if self.rows == self.limit else 0
+        self._hold(private(cache.keys.reshape(-1)), private(cache.values.reshape(-1)))
+
+    @property
+    def offset(self) -> int:
+        return self.clock.offset
+
+    def _hold(self, keys: mx.array, values: mx.array) -> None:
+        self.keys, self.values = keys, values
+        self.ring = mx.array([self.shift, self.rows], dtype=mx.int32)
+        self.moves = True
+
+    def show(self) -> None:
+        """Views of the rows that the token at `offset` sees, itself included; room for it first."""
+        offset = self.clock.offset
+        if offset == self.rows and self.rows != self.limit:
+            self._grow()
+        seen = min(offset + 1, self.rows)
+        head = self.rows * self.head_dim
+        shape, strides = (1, self.kv_heads, 1), (self.kv_heads * head, head, head)
+        self.k = mx.as_strided(self.keys, (*shape, self.head_dim, seen), (*strides, 1, self.head_dim))
+        self.v = mx.as_strided(self.values, (*shape, seen, self.head_dim), (*strides, self.head_dim, 1))
+        self.moves = seen < self.rows or self.rows != self.limit
+
+    def _grow(self) -> None:
+        """By as much as mlx-lm grows it. Waits for the last token, whose rows MLX does not know to be written."""
+        mx.eval(self.clock.after)
+        more = min(STEP, self.limit - self.rows) if self.limit else STEP
+        shape = (1, self.kv_heads, -1, self.head_dim)
+        room = mx.zeros((1, self.kv_heads, more, self.head_dim), self.keys.dtype)
+        grown = [mx.concatenate([old.reshape(shape), room], axis=2).reshape(-1) for old in (self.keys, self.values)]
+        mx.eval(grown)
+        self.rows += more
+        self._hold(*grown)
+
+    def whole(self) -> tuple[mx.array, mx.array]:
+        """keys and values as a cache holds them, [1, kv_heads, rows, head_dim]. What was asked for must be done."""
+        shape = (1, self.kv_heads, self.rows, self.head_dim)
+        return self.keys.reshape(shape), self.values.reshape(shape)
+
+    @property
+    def index(self) -> int:
+        """mlx-lm's `_idx` of a ring: one behind the last row written."""
+        return (self.offset - 1 + self.shift) % self.rows + 1

@@ -1,0 +1,370 @@
+"""Decoding into the caches' own rows, on the CPU: the kernel is stood in for by one that writes to memory just so.
+
+What is tested is everything around it: that rows are nobody else's, that caches show the right ones at any time and are
+mlx-lm's again for whoever asks, and that the bits are those of an untouched model.
+"""
+
+import copy
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import toys
+from comparing import assert_same
+from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from pairs import Pair, four_bit, text
+
+from straightline.runtime import HiddenTap
+from straightline.runtime.decode_check import in_place_refused
+from straightline.runtime.in_place import lease_of
+from straightline.runtime.in_place.lease import PATIENCE
+from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_place
+from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, Site
+from straightline.runtime.taps import no_tap
+
+SHAPES = sorted(toys.SHAPES)
+
+
+def writes_in_place(site: QKVRopeInto) -> Any:
+    """What the kernel does: q is a result, k and v go to memory behind MLX's back."""
+
+    def call(*inputs: mx.array) -> mx.array:
+        *own, keys, values, ring, after = inputs
+        mx.eval(keys, values, after)
+        q, k, v = site.rope.plain(*own)
+        mx.eval(q, k, v)
+        row = (int(own[3].item()) + int(ring[0].item())) % int(ring[1].item())
+        for buffer, rows in ((keys, k), (values, v)):
+            view = np.array(buffer, copy=False).reshape(site.rope.kv_heads, -1, site.rope.head_dim)
+            view[:, row] = np.array(rows)[0, :, 0]
+        grouped: mx.array = q.reshape(site.shapes(1)[0])
+        return grouped
+
+    return call
+
+
+def writes_nothing(site: QKVRopeInto) -> Any:
+    return lambda *inputs: site.plain(*inputs)[0]
+
+
+def in_place_calls(route: Any, file: Any) -> InPlace:
+    sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+    calls = dict(vars(route.sites))
+    for name, site in sites.items():
+        over = _over_slots(name, site, sites)
+        if isinstance(over, QKVRopeInto):
+            calls[name] = _into(writes_in_place(over))
+        elif isinstance(over, Attention):
+            calls[name] = over.over_views()
+        elif over is not None:
+            calls[name] = over.plain
+    del calls["sliding_layer"], calls["full_layer"]
+    over = in_place(calls)
+    # The stand-in for the kernel evaluates, which nothing can in a trace.
+    return InPlace(over.moving, over.moving)
+
+
+def leasing(shape: str, **how: Any) -> Pair:
+    """A pair whose specialized side writes in place."""
+    pair = four_bit(toys.SHAPES[shape], **how)
+    bound = pair.model._bound
+    bound.routes = tuple(
+        route._replace(in_place=in_place_calls(route, file))
+        for route, file in zip(bound.routes, bound.files, strict=True)
+    )
+    return pair
+
+
+class Walk:
+    """The same calls to both sides of a pair; every logit compared."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.vocab = text(pair.model).args.vocab_size
+        self.caches = pair.model.make_cache(), pair.plain.make_cache()
+        self.calls = 0
+
+    def step(self, length: int = 1, **how: Any) -> mx.array:
+        ids = toys.tokens(1, length, self.vocab, self.calls)
+        self.calls += 1
+        ours, theirs = self.pair.model(ids, cache=self.caches[0], **how), self.pair.plain(ids, cache=self.caches[1])
+        mx.eval(ours, theirs)
+        assert_same(ours, theirs, f"logits of call {self.calls}")
+        return ours
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    @property
+    def leased(self) -> bool:
+        return lease_of(self.caches[0]) is not None
+
+    def same_caches(self) -> None:
+        """Ends the lease."""
+        for index, (mine, other) in enumerate(zip(*self.caches, strict=True)):
+            for name, value in zip(("keys", "values"), other.state, strict=False):
+                assert_same(getattr(mine, name), value, f"{name} of cache {index}")
+            assert mine.state[2:] == other.state[2:]
+            assert type(mine).__name__ == type(other).__name__
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_layers(shape: str) -> None:
+    """Full rings and a kernel that writes nothing: the same token through functions and through compiled ones."""
+    walk = Walk(leasing(shape))
+    walk.step(20)
+    walk.decode(PATIENCE + 1)
+    lease = lease_of(walk.caches[0])
+    bound = walk.pair.model._bound
+    calls = dict(vars(bound.routes[0].in_place.moving))
+    del calls["sliding_layer"], calls["full_layer"]
+    for name, site in vars(bound.files[0]).items():
+        if isinstance(site, QKVRope) and site.kv_heads:
+            calls[name.lower()] = _into(writes_nothing(QKVRopeInto(site)))
+    over = in_place(calls)
+    assert lease is not None
+    token = mx.array([[3]])
+    for _ in range(2):
+        slots, chosen = lease.begin(over)
+        assert chosen is over.settled
+        pair = [bound.routes[0].decode(bound.weights, one, token, slots, no_tap) for one in over]
+        assert_same(*pair, "logits")
+
+
+@pytest.fixture(params=SHAPES)
+def walk(request: pytest.FixtureRequest) -> Walk:
+    return Walk(leasing(request.param))
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 7, 8, 9, 20])
+def test_decode_before_at_and_after_the_wrap(walk: Walk, prompt: int) -> None:
+    walk.step(prompt)
+    walk.decode(PATIENCE)
+    assert walk.leased
+    walk.decode(30)
+    assert walk.leased
+    walk.same_caches()
+    assert not walk.leased
+
+
+def test_growth_as_mlx_lm_grows() -> None:
+    walk = Walk(leasing(SHAPES[0]))
+    walk.step(250)
+    walk.decode(PATIENCE + 280)
+    assert walk.leased
+    walk.same_caches()
+
+
+def test_short_runs_are_not_leased(walk: Walk) -> None:
+    """Speculation asks for a few single tokens at a time; a copy of all rows would cost more than it gives."""
+    walk.step(5)
+    for _ in range(3):
+        walk.decode(PATIENCE - 1)
+        walk.step(3)
+    walk.decode(PATIENCE - 1)
+    assert not walk.leased
+
+
+def test_blocks_in_between(walk: Walk) -> None:
+    walk.step(3)
+    for length in (4, 2, 11, 1):
+        walk.decode(PATIENCE + 3)
+        assert walk.leased
+        walk.step(length)
+    walk.decode(PATIENCE + 3)
+    walk.same_caches()
+
+
+def test_caches_copied_in_the_middle_are_not_written_to(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    copies = [copy.deepcopy(cache) for cache in walk.caches[0]]
+    states = [[np.array(array) for array in copied.state[:2]] for copied in copies]
+    walk.decode(PATIENCE + 12)
+    assert walk.leased
+    for copied, state in zip(copies, states, strict=True):
+        assert lease_of([copied]) is None
+        for array, before in zip(copied.state[:2], state, strict=True):
+            assert (np.array(array) == before).all()
+
+
+def test_rows_read_in_the_middle_are_not_written_to(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    # mlx-lm's caches assign into the very objects that they show: another object for the same rows.
+    held = [[array[...] for array in cache.state[:2]] for cache in walk.caches[0]]
+    before = [[np.array(array) for array in pair] for pair in held]
+    walk.decode(PATIENCE + 12)
+    for pair, old in zip(held, before, strict=True):
+        for array, one in zip(pair, old, strict=True):
+            assert (np.array(array) == one).all()
+
+
+def test_one_cache_read_while_the_others_are_leased(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    assert walk.caches[0][-1].keys is not None
+    assert not walk.leased
+    walk.decode(3)
+    walk.same_caches()
+
+
+def test_the_offset_may_be_asked_for(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    assert [cache.offset for cache in walk.caches[0]] == [cache.offset for cache in walk.caches[1]]
+    assert walk.leased
+
+
+def test_trim(walk: Walk) -> None:
+    walk.step(2)
+    walk.decode(PATIENCE)
+    for caches in walk.caches:
+        assert can_trim_prompt_cache(caches)
+        assert trim_prompt_cache(caches, 3) == 3
+    assert not walk.leased
+    walk.decode(PATIENCE + 9)
+    walk.same_caches()
+
+
+def test_save_and_load(walk: Walk, tmp_path: Any) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 3)
+    for index, caches in enumerate(walk.caches):
+        save_prompt_cache(str(tmp_path / f"{index}.safetensors"), caches)
+    loaded = tuple(load_prompt_cache(str(tmp_path / f"{index}.safetensors")) for index in range(2))
+    walk.decode(3)
+    walk.caches = loaded
+    walk.decode(PATIENCE + 3)
+    walk.same_caches()
+
+
+def test_the_monolith_in_between(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 3)
+    for length in (1, 3):
+        ids = toys.tokens(1, length, walk.vocab, 77)
+        ours = walk.pair.model.monolith(ids, cache=walk.caches[0])
+        assert_same(ours, walk.pair.plain(ids, cache=walk.caches[1]), "logits")
+    walk.decode(PATIENCE + 3)
+    walk.same_caches()
+
+
+def test_taps(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    layers = [-1, 0, 2, len(text(walk.pair.model).layers)]
+    tap, other = HiddenTap(layers), HiddenTap(layers)
+    ids = toys.tokens(1, 1, walk.vocab, 5)
+    walk.pair.model(ids, cache=walk.caches[0], tap=tap)
+    assert walk.leased
+    from straightline.runtime import specialize
+
+    specialize(walk.pair.plain).monolith(ids, cache=walk.caches[1], tap=other)
+    for index in layers:
+        assert_same(tap.captured[index], other.captured[index], f"tap {index}")
+    walk.pair.model(ids, cache=walk.caches[0], tap=HiddenTap([0], edit=lambda index, rows: rows))
+    assert not walk.leased
+
+
+def test_changed_weights_end_the_lease(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    for model in (walk.pair.model, walk.pair.plain):
+        norm = text(model)["model"]["layers"][0]["input_layernorm"]
+        norm.weight = norm.weight * 1.5
+    walk.step()
+    assert not walk.leased
+    walk.decode(3)
+
+
+def test_another_model_on_leased_caches(walk: Walk) -> None:
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    ids = toys.tokens(1, 1, walk.vocab, 3)
+    other = copy.deepcopy(walk.pair.model)
+    assert_same(other(ids, cache=walk.caches[0]), walk.pair.plain(ids, cache=walk.caches[1]), "logits")
+    assert not walk.leased
+
+
+def test_logits_that_are_never_evaluated(walk: Walk) -> None:
+    """A step's rows are written before the next step's, whoever evaluates what."""
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    for seed in range(12):
+        ids = toys.tokens(1, 1, walk.vocab, 100 + seed)
+        walk.pair.model(ids, cache=walk.caches[0])
+        mx.eval(walk.pair.plain(ids, cache=walk.caches[1]))
+    walk.step()
+    walk.same_caches()
+
+
+def test_two_sequences_take_turns() -> None:
+    pair = leasing(SHAPES[0])
+    walks = Walk(pair), Walk(pair)
+    for one in walks:
+        one.step(6)
+    for _ in range(PATIENCE + 12):
+        for one in walks:
+            one.step()
+    assert all(one.leased for one in walks)
+    for one in walks:
+        one.same_caches()
+
+
+def test_caches_in_another_order_are_no_lease() -> None:
+    walk = Walk(leasing(SHAPES[0]))
+    walk.step(6)
+    walk.decode(PATIENCE + 1)
+    caches = walk.caches[0]
+    assert lease_of(list(caches)) is not None
+    assert lease_of(caches[::-1]) is None
+    assert lease_of(caches[:-1]) is None
+
+
+def test_dropped_caches_are_freed() -> None:
+    pair = leasing(SHAPES[0])
+
+    def run() -> None:
+        walk = Walk(pair)
+        walk.step(200)
+        walk.decode(PATIENCE + 3)
+        assert walk.leased
+
+    run()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        for _ in range(3):
+            run()
+        assert mx.get_active_memory() <= before
+    finally:
+        gc.enable()
+
+
+def test_a_prefilled_cache_given_away_before(walk: Walk) -> None:
+    """mlx-lm's ring hands its own arrays to attention; what reads them late must find them as they were."""
+    ids = toys.tokens(1, 12, walk.vocab, 1)
+    late = walk.pair.model(ids, cache=walk.caches[0]), walk.pair.plain(ids, cache=walk.caches[1])
+    walk.decode(PATIENCE + 12)
+    assert walk.leased
+    assert_same(*late, "logits of the prompt, evaluated last")
+
+
+def test_the_check_at_load(walk: Walk) -> None:
+    model = walk.pair.model
+    bound = model._bound
+    route = bound.routes[0]
+    plain = text(model)
+    from straightline.runtime.bound import _caches_of
+
+    assert in_place_refused(bound.weights, route, _caches_of(plain), walk.vocab) == ""
+    broken = dict(vars(route.in_place.moving))
+    name = next(name for name in broken if name.endswith("_qkv"))
+    broken[name] = lambda slot, *inputs, call=broken[name]: call(slot, inputs[0] + 1, *inputs[1:])
+    wrong = route._replace(in_place=InPlace(*[SimpleNamespace(**broken)] * 2))
+    assert "differ from those of forward" in in_place_refused(bound.weights, wrong, _caches_of(plain), walk.vocab)
