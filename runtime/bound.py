@@ -21,7 +21,7 @@ from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
 from .kernels import QKVRope, resolve_all
 from .registry import find_generated
-from .tier import States, fast_refused, fast_sites, sites_of
+from .tier import States, fast_refused, fast_route, sites_of
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating
@@ -42,6 +42,7 @@ class Route(NamedTuple):
     """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
 
     sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
+    whole: whether these slots show whole buffers.
     """
 
     guard: CacheGuard
@@ -49,6 +50,7 @@ class Route(NamedTuple):
     decode: Callable[..., mx.array] | None
     sites: SimpleNamespace
     in_place: InPlace | None
+    whole: bool = False
 
 
 class Earlier(NamedTuple):
@@ -132,18 +134,14 @@ class Bound:
     def _fast_route(self, text: nn.Module, vocabulary: int, file: ModuleType, route: Route) -> Route:
         """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
         sites = sites_of(file)
-        calls, states = fast_sites(sites, route.sites, stream_dtype(text))
+        fast, states = fast_route(route, sites, stream_dtype(text))
         refused = self.decode_reason
-        if not refused and not self.tier_checked and any(state == "fast" for state, _ in states.values()):
-            assert route.decode is not None
-            refused = fast_refused(
-                self.weights, route.forward, route.decode, sites, calls, _caches_of(text), vocabulary
-            )
+        if fast is not route and not refused and not self.tier_checked:
+            refused = fast_refused(self.weights, fast, sites, _caches_of(text), vocabulary)
             self.tier_checked = not refused
-        if refused:
-            states = {name: ("exact", refused) for name in states}
-        self.tier_sites |= states
-        return route if refused else route._replace(sites=calls)
+        self.tier_sites |= {name: ("exact", refused) for name in states} if refused else states
+        return route if refused else fast
+
     def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
         for index, route in enumerate(self.routes):
             if route.in_place is not None and not self.in_place_checked:
@@ -155,7 +153,7 @@ class Bound:
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""
         if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
-            Lease(caches, route)
+            Lease(caches, route, route.whole)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.

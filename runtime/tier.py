@@ -10,8 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from .decode_check import fill
 from .errors import StraightlineError
 from .evaluation import evaluate
+from .in_place import Lease, over_whole_buffers
 from .kernels import Attention, Call, FastAttention, Site, faster
 from .kernels.fast_check import BOUND, distance, reference
 from .taps import no_tap
@@ -32,54 +34,87 @@ def sites_of(file: ModuleType) -> dict[str, Site]:
     return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
 
 
-def fast_sites(sites: dict[str, Site], exact: SimpleNamespace, dtype: mx.Dtype) -> tuple[SimpleNamespace, States]:
-    """The calls of `decode` in the fast tier, and for each attention ("fast" or "exact", what was measured or why)."""
-    calls, states = faster(sites, vars(exact), dtype)
+def fast_route(route: Any, sites: dict[str, Site], dtype: mx.Dtype) -> tuple[Any, States]:
+    """The route with the attention of the fast tier, and of each ("fast" or "exact", what was measured or why)."""
+    attention, states = faster(sites, dtype)
     if not states:
-        states = {"attention": ("exact", "over quantized K/V the generated file calls MLX's own operations")}
-    return SimpleNamespace(**calls), states
+        return route, {"attention": ("exact", "over quantized K/V the generated file calls MLX's own operations")}
+    if not attention:
+        return route, states
+    calls = SimpleNamespace(**(vars(route.sites) | attention))
+    in_place = None
+    if route.in_place is not None:
+        whole, _ = faster(sites, dtype, whole=True)
+        # Slots show buffers in one way to all layers.
+        in_place = over_whole_buffers(route.in_place, whole) if len(whole) == len(states) else None
+    return route._replace(sites=calls, in_place=in_place, whole=in_place is not None), states
 
 
 def fast_refused(
-    weights: Any,
-    forward: Callable[..., mx.array],
-    decode: Callable[..., mx.array],
-    sites: dict[str, Site],
-    calls: SimpleNamespace,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
+    weights: Any, route: Any, sites: dict[str, Site], make_caches: Callable[[], list[Any]], vocabulary: int
 ) -> str:
     """Why the fast attention is not to be used with this model; empty if it is within its bound at every call.
 
-    Two tokens after five. This is the check of this tier in place of `decode` equal to `forward`, which it is not.
+    Two tokens after five; where it writes in place, two more over rings that wrap, and compiled layers as not compiled.
+    This is the check of this tier in place of `decode` equal to `forward`, which it is not.
     """
-    worst: list[mx.array] = []
-    observed = {
-        name: _observed(calls, name, site, worst) for name, site in sites.items() if isinstance(site, Attention)
-    }
-    watched = SimpleNamespace(**(vars(calls) | observed))
-    caches = make_caches()
-    ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
     try:
-        if not evaluate(forward(weights, ids, caches, no_tap)):
-            return "nothing can be compared inside mx.compile"
-        for step in range(STEPS):
-            logits = decode(weights, watched, ids[:, step : step + 1], caches, no_tap)
-            if not mx.isfinite(logits.astype(mx.float32)).all().item():
-                return f"its logits are not finite at step {step}"
-        error: Any = mx.stack(worst).max().item()
-    except (RuntimeError, ValueError) as error_here:
-        return f"it fails here: {error_here}"
-    return "" if error <= BOUND else f"its error on this model's own tokens is {error:.1e}, above the bound {BOUND:.1e}"
+        return _over_caches(weights, route, sites, make_caches(), vocabulary) or (
+            _in_place(weights, route, sites, make_caches(), vocabulary) if route.whole else ""
+        )
+    except (RuntimeError, ValueError) as error:
+        return f"it fails here: {error}"
 
 
-def _observed(calls: SimpleNamespace, name: str, site: Attention, worst: list[mx.array]) -> Call:
-    call = getattr(calls, name)
-    fast = FastAttention(site.heads, site.kv_heads, site.head_dim)
+def _over_caches(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any], vocabulary: int) -> str:
+    watch = Watch(route.sites, sites)
+    ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
+    if not evaluate(route.forward(weights, ids, caches, no_tap)):
+        return "nothing can be compared inside mx.compile"
+    logits = [route.decode(weights, watch.calls, ids[:, step : step + 1], caches, no_tap) for step in range(STEPS)]
+    return watch.refused(logits)
 
-    def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        found: mx.array = call(q, k, v)
-        worst.append(distance(found, reference(fast, q, k, v)))
-        return found
 
-    return attention
+def _in_place(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any], vocabulary: int) -> str:
+    watch = Watch(route.in_place.moving, sites)
+    mx.eval(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap))
+    fill(caches)
+    lease, logits = Lease(caches, route, whole=True), []
+    for step in range(STEPS):
+        token = mx.array([[step % vocabulary]])
+        slots, compiled = lease.begin(route.in_place)
+        logits += [route.decode(weights, calls, token, slots, no_tap) for calls in (watch.calls, compiled)]
+        lease.end(logits[-1])
+        if not mx.array_equal(*logits[-2:]).item():
+            return f"compiled layers give other logits at step {step}"
+    return watch.refused(logits)
+
+
+class Watch:
+    """calls: those of a route, each attention measured as it runs, against the result in float32."""
+
+    def __init__(self, calls: SimpleNamespace, sites: dict[str, Site]) -> None:
+        self.errors: list[mx.array] = []
+        attention = {name: site for name, site in sites.items() if isinstance(site, Attention)}
+        watched = {name: self._watched(getattr(calls, name), site) for name, site in attention.items()}
+        self.calls = SimpleNamespace(**(vars(calls) | watched))
+
+    def _watched(self, call: Call, site: Attention) -> Call:
+        fast = FastAttention(site.heads, site.kv_heads, site.head_dim)
+
+        def attention(q: mx.array, k: mx.array, v: Any) -> mx.array:
+            # Rows that are written in place are there once q is, and MLX does not know.
+            mx.eval(q)
+            found: mx.array = call(q, k, v)
+            self.errors.append(distance(found, reference(fast, q, k, *(v if type(v) is tuple else (v,)))))
+            return found
+
+        return attention
+
+    def refused(self, logits: list[mx.array]) -> str:
+        if not mx.isfinite(mx.concatenate(logits).astype(mx.float32)).all().item():
+            return "its logits are not finite"
+        error: Any = mx.stack(self.errors).max().item()
+        if error <= BOUND:
+            return ""
+        return f"its error on this model's own tokens is {error:.1e}, above the bound {BOUND:.1e}"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -18,10 +19,12 @@ import numpy as np
 import pytest
 import toys
 from comparing import assert_same, file_of
+from test_in_place import in_place_calls
 
 from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
-from straightline.runtime.kernels import Attention, FastAttention, fast_resolve, memory
+from straightline.runtime.in_place import InPlace, lease_of
+from straightline.runtime.kernels import Attention, FastAttention, QKVRopeInto, fast_resolve, memory
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.fast import CLUSTER, MERGED, Cut
 from straightline.runtime.kernels.fast_check import BOUND, Errors, distance, errors, reference
@@ -29,6 +32,7 @@ from straightline.runtime.kernels.fast_launch import by_length, parts_for
 from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
+from straightline.runtime.tier import fast_refused, fast_route, sites_of
 from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 
@@ -68,10 +72,9 @@ class Fake(Backend):
                 raise RuntimeError("Failed to compile kernel: a.h(7): error: no clusters on this device")
             if program.function == "fast_merge":
                 return [inputs[0].reshape(-1)[: output_shapes[0][2]].astype(mx.bfloat16).reshape(output_shapes[0])]
-            q, k, v = inputs[:3]
-            heads, size = q.shape[1], int(constants["HEAD_DIM"])
+            heads, size = program.lines * int(constants["GROUP"]), int(constants["HEAD_DIM"])
             site = FastAttention(heads, heads // int(constants["REPEATS"]), size)
-            result = self.spoil(reference(site, q, k, v))
+            result = self.spoil(reference(site, *inputs))
             if program.outputs == ("out",):
                 assert output_dtypes == (mx.bfloat16,)
                 return [result.astype(mx.bfloat16).reshape(output_shapes[0])]
@@ -280,6 +283,73 @@ def test_decode_runs_it_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -
     assert not mx.array_equal(fast, slow).item()
     assert distance(fast, slow.astype(mx.float32)).item() < 0.1
     assert model.dispatch.counts == {"generated": 2, "monolith": 0}
+
+
+def writes_in_place(site: QKVRopeInto) -> Any:
+    """As the kernel, in bfloat16: q is a result, k and v go to memory behind MLX's back."""
+
+    def call(*inputs: mx.array) -> mx.array:
+        *own, keys, values, ring, after = inputs
+        q, k, v = site.rope.plain(*own)
+        views = [one.view(mx.uint16) for one in (keys, values, k, v)]
+        mx.eval(q, after, views)
+        row = (int(own[3].item()) + int(ring[0].item())) % int(ring[1].item())
+        for buffer, rows in zip(views[:2], views[2:], strict=True):
+            held = np.array(buffer, copy=False).reshape(site.rope.kv_heads, -1, site.rope.head_dim)
+            held[:, row] = np.array(rows)[0, :, 0]
+        grouped: mx.array = q.reshape(site.shapes(1)[0])
+        return grouped
+
+    return call
+
+
+@pytest.fixture
+def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_in_place.writes_in_place", writes_in_place)
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_in_place_it_reads_whole_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as over slices, before and after rings wrap; caches are mlx-lm's again for whoever asks."""
+    exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file_of(WIDE), strict=True)
+    other, model = wide_model(monkeypatch), wide_model(monkeypatch)
+    bound = model._bound
+    file, (route,) = bound.files[0], bound.routes
+    plain = exact._bound.routes[0]._replace(in_place=in_place_calls(exact._bound.routes[0], file))
+    fast, states = fast_route(plain, sites_of(file), mx.bfloat16)
+    assert fast.whole and {state for state, _ in states.values()} == {"fast"}
+    # The stand-ins for kernels evaluate, which nothing can in a trace.
+    fast = fast._replace(in_place=InPlace(fast.in_place.moving, fast.in_place.moving))
+    caches = lambda: list(exact.make_cache())  # noqa: E731
+    assert fast_refused(bound.weights, fast, sites_of(file), caches, 97) == ""
+    bound.routes = (route._replace(in_place=fast.in_place, whole=True),)
+    ours, theirs = model.make_cache(), other.make_cache()
+    for step, length in enumerate((5, *(1,) * 14)):
+        ids = toys.tokens(1, length, 97, step)
+        assert_same(model(ids, cache=ours), other(ids, cache=theirs), f"logits of step {step}")
+    assert lease_of(ours) is not None
+    for mine, their in zip(ours, theirs, strict=True):
+        assert_same(mine.state[:2], their.state[:2], "cache")
+    assert lease_of(ours) is None
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_in_place_it_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide_model(monkeypatch)
+    exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file_of(WIDE), strict=True)
+    bound = exact._bound
+    sites = sites_of(bound.files[0])
+    plain = bound.routes[0]._replace(in_place=in_place_calls(bound.routes[0], bound.files[0]))
+    fast, _ = fast_route(plain, sites, mx.bfloat16)
+    right = vars(fast.in_place.moving)
+    wrong = {name: lambda *inputs, name=name: noisy(right[name](*inputs)) for name in SITES}
+    calls = SimpleNamespace(**right | wrong)
+    fast = fast._replace(in_place=InPlace(calls, calls))
+    refused = fast_refused(bound.weights, fast, sites, lambda: list(exact.make_cache()), 97)
+    assert refused.startswith("its error on this model's own tokens is ")
+    fast = fast._replace(in_place=InPlace(SimpleNamespace(**right), calls))
+    refused = fast_refused(bound.weights, fast, sites, lambda: list(exact.make_cache()), 97)
+    assert refused == "compiled layers give other logits at step 0"
 
 
 def test_on_a_models_own_tokens_it_is_measured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

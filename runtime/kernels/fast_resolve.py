@@ -34,16 +34,17 @@ _lock = threading.RLock()
 
 
 def faster(
-    sites: Mapping[str, Site], calls: Mapping[str, Call], dtype: mx.Dtype
+    sites: Mapping[str, Site], dtype: mx.Dtype, whole: bool = False
 ) -> tuple[dict[str, Call], dict[str, tuple[str, str]]]:
-    """The calls with the fast tier's attention in its places, and ("fast" or "exact", reason) for each of these."""
-    chosen, states = dict(calls), {}
+    """The fast tier's calls for those attentions that have one, and ("fast" or "exact", reason) for each."""
+    calls, states = {}, {}
     for name, site in sites.items():
         if isinstance(site, Attention):
-            found = resolve_fast(FastAttention(site.heads, site.kv_heads, site.head_dim), dtype)
+            found = resolve_fast(FastAttention(site.heads, site.kv_heads, site.head_dim, whole=whole), dtype)
             states[name] = ("exact" if found.call is None else "fast", found.reason)
-            chosen[name] = found.call or calls[name]
-    return chosen, states
+            if found.call is not None:
+                calls[name] = found.call
+    return calls, states
 
 
 def resolve_fast(site: FastAttention, dtype: mx.Dtype = DTYPE) -> Fast:
