@@ -355,7 +355,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     use(monkeypatch)
     resolve(ONE)
     assert report()[ONE][0] == "kernel"
-    assert "namespace straightline" in backends._include(ONE.program("cuda"))  # the text itself, in place of a path
+    assert "namespace straightline" in backends.header_of(ONE.program("cuda"))  # the text itself, in place of a path
 
 
 def test_processes_do_not_lose_each_others_findings() -> None:

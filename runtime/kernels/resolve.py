@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .ahead import Laid, lay
 from .backends import Backend, detect
 from .launch import launcher
 from .memory import MLX, Finding, checking, key, recall, remember
@@ -132,7 +133,7 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
     if known is None:
         remember(name, checking(deaths), about)
     try:
-        call, finding = _try(site, dtype, backend, program, known)
+        call, finding, laid = _try(site, dtype, backend, program, known)
     except BaseException:  # interrupted: says nothing about the kernel
         remember(name, known, about)
         raise
@@ -140,10 +141,23 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
         remember(name, finding if finding is not None else known, about)
     if finding is None:
         return Resolved(call, "plain", "the device had no memory left to check it")
-    return Resolved(call, finding.state, finding.reason)
+    anew = f"; compiled anew in every process: {laid.reason}" if laid.reason and finding.state == "kernel" else ""
+    return Resolved(call, finding.state, finding.reason + anew)
 
 
 def _try(
+    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
+) -> tuple[Call, Finding | None, Laid]:
+    """As `_compare`, with the kernel compiled ahead where that can be."""
+    laid = lay(site, program, dtype, backend)
+    call, finding = _compare(site, dtype, backend, program, known)
+    if laid.files and finding is not None and finding.reason.startswith("failed"):
+        laid = laid.withdraw()
+        call, finding = _compare(site, dtype, backend, program, known)
+    return call, finding, laid
+
+
+def _compare(
     site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
 ) -> tuple[Call, Finding | None]:
     """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
