@@ -48,12 +48,10 @@ def lay(site: Site, program: Program, dtype: mx.Dtype, backend: Backend) -> Laid
         name, code = _compiled(program, inputs, dtype, backend)
         whole = mlx_source.text(program, backend.kernel_name(program), header_of(program), inputs, dtype)
         return _put(mlx_source.module_name(backend.kernel_name(program), whole), f"{name}\n".encode(), code)
-    except KeyError as error:
-        return Laid(reason=f"an input is of {error.args[0]}")
-    except nvrtc.CannotCompile as error:
-        return Laid(reason=f"it cannot be compiled ahead: {str(error).strip().splitlines()[0]}")
     except OSError as error:
         return Laid(reason=f"{error.filename or mlx_source.folder(MLX)}: {error.strerror or error}")
+    except Exception as error:  # whatever is wrong here, MLX can still compile
+        return Laid(reason=f"it cannot be compiled ahead: {(str(error).strip() or repr(error)).splitlines()[0]}")
 
 
 def taken(site: Site, program: Program, dtype: mx.Dtype) -> tuple[mx.Dtype, ...]:
