@@ -31,7 +31,7 @@ class Options:
     module: ModuleType | None
     strict: bool
     generate: bool
-    kernels: bool
+    kernels: bool | None
 
 
 class Route(NamedTuple):
@@ -54,7 +54,10 @@ class Bound:
     """The state of a specialized model as of `version` changes of its modules. `reason` is empty if it can serve."""
 
     def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
-        """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or ""."""
+        """earlier: what served until the modules changed. decode_reason: why `decode` serves no token, or "".
+
+        kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
+        """
         file = options.module
         found, self.decode_checked = earlier or Earlier((), False)
         watch(text)
@@ -68,6 +71,7 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
         self.decode_reason = ""
+        self.kernels_reason = ""
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
@@ -80,12 +84,18 @@ class Bound:
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
+            if self.decode_reason and options.kernels is not False:
+                # Each kernel is exact by itself; should they not be together, decode without them.
+                together = self.decode_reason
+                self.routes = tuple(self._route(text, file, False) for file in self.files)
+                self.decode_reason = self._check_decode(text, spec.vocab_size)
+                self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None) for route in self.routes)
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
-    def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
+    def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
         sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
         calls = resolve_all(sites.values(), stream_dtype(text), kernels=kernels)
         return Route(

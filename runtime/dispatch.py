@@ -9,6 +9,7 @@ class Dispatch:
     reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
+    kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     """
 
     def __init__(self, strict: bool) -> None:
@@ -19,6 +20,7 @@ class Dispatch:
         self.file: str | None = None
         self.reason = ""
         self.decode_reason = ""
+        self.kernels_reason = ""
 
     def generated(self) -> None:
         self.counts["generated"] += 1

@@ -35,7 +35,7 @@ def load(
     *,
     strict: bool = False,
     generate: bool = False,
-    kernels: bool = False,
+    kernels: bool | None = None,
     kv_config: Any = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,

@@ -138,6 +138,7 @@ class Specialized(Watched):
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         self.dispatch.decode_reason = bound.decode_reason
+        self.dispatch.kernels_reason = bound.kernels_reason
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -178,7 +179,12 @@ def text_model(model: Any) -> nn.Module:
 
 
 def specialize(
-    model: Any, module: ModuleType | None = None, *, strict: bool = False, generate: bool = False, kernels: bool = False
+    model: Any,
+    module: ModuleType | None = None,
+    *,
+    strict: bool = False,
+    generate: bool = False,
+    kernels: bool | None = None,
 ) -> Any:
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
 
@@ -191,7 +197,7 @@ def specialize(
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
         again next time, with or without this flag.
     kernels: let decoding use fused kernels of straightline's own, each where a self-check on this device says that it
-        is exact. Faster on a GPU, for some seconds more at load while they are compiled.
+        is exact. None: on CUDA, where they are compiled once for all processes; elsewhere True asks for them.
 
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
     Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.

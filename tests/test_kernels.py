@@ -292,6 +292,20 @@ def test_progress_is_shown_where_kernels_are_compiled(
     assert capsys.readouterr().err == "" and len(fake.made) == 2
 
 
+def test_kernels_are_the_default_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = ("plain", "kernels are off; specialize(model, kernels=True) checks them")
+    for name, kernels, expected in (
+        ("cuda", None, "kernel"),
+        ("metal", None, off),
+        ("metal", True, "kernel"),
+        ("cuda", False, off),
+    ):
+        resolving.forget()
+        use(monkeypatch, name=name)
+        resolve_all((ONE,), progress=False, kernels=kernels)
+        assert expected in (report()[ONE], report()[ONE][0])
+
+
 def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(monkeypatch)
     threads = [threading.Thread(target=resolve, args=(ONE,)) for _ in range(4)]

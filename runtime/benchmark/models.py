@@ -30,7 +30,7 @@ class Wish:
 
     kv_config: str | None
     kv_bits: int | None
-    kernels: bool
+    kernels: bool | None
     tier: str
 
 

@@ -35,7 +35,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with --random (bfloat16; reduced on a CPU float32)",
     )
     parser.add_argument("--spoil", action="store_true", help="change one weight by one bit: must end with exit code 1")
-    parser.add_argument("--kernels", action="store_true", help="decode with fused kernels of straightline's own")
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="decode with fused kernels of straightline's own (default: on CUDA)",
+    )
     parser.add_argument("--json", action="store_true", help="the report for a program")
 
 
@@ -57,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
         proof = from_checkpoint(options.checkpoint)
     else:
         proof = from_random(options.random, options.reduced, options.layers, options.dtype, options.seed)
-    if options.kernels:
-        proof = with_kernels(proof)
+    if options.kernels is not None:
+        proof = with_kernels(proof, options.kernels)
     if options.spoil:
         spoil(proof.model)
     steps = options.steps or proof.steps

@@ -42,13 +42,15 @@ def resolve(site: Site, dtype: mx.Dtype = DTYPE) -> Call:
 
 
 def resolve_all(
-    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool = True
+    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool | None = None
 ) -> tuple[Call, ...]:
     """`resolve` for many sites, with a progress bar where kernels are compiled.
 
-    kernels: whether kernels of our own may be compiled; what MLX's operations alone can do is used either way.
+    kernels: whether kernels of our own may be compiled (None: on CUDA, where they are kept); what MLX's operations
+        alone can do is used either way.
     """
     backend = detect()
+    kernels = backend.name == "cuda" if kernels is None else kernels
     wanted = [(site, dtype, backend, kernels) for site in sites]
     fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
     for one in _shown(fresh, backend) if progress and kernels else fresh:
@@ -133,7 +135,7 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
     if known is None:
         remember(name, checking(deaths), about)
     try:
-        call, finding, laid = _try(site, dtype, backend, program, known)
+        call, finding, laid = _try_ahead(site, dtype, backend, program, known)
     except BaseException:  # interrupted: says nothing about the kernel
         remember(name, known, about)
         raise
@@ -145,19 +147,19 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
     return Resolved(call, finding.state, finding.reason + anew)
 
 
-def _try(
+def _try_ahead(
     site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
 ) -> tuple[Call, Finding | None, Laid]:
-    """As `_compare`, with the kernel compiled ahead where that can be."""
+    """As `_try`, with the kernel compiled ahead where that can be."""
     laid = lay(site, program, dtype, backend)
-    call, finding = _compare(site, dtype, backend, program, known)
+    call, finding = _try(site, dtype, backend, program, known)
     if laid.files and finding is not None and finding.reason.startswith("failed"):
         laid = laid.withdraw()
-        call, finding = _compare(site, dtype, backend, program, known)
+        call, finding = _try(site, dtype, backend, program, known)
     return call, finding, laid
 
 
-def _compare(
+def _try(
     site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
 ) -> tuple[Call, Finding | None]:
     """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
