@@ -102,6 +102,9 @@ def show(title: str, result: dict[str, Any]) -> None:
     parts = " ".join(f"{result['parts'].get(part, 0.0):>8.2f}" for part in PARTS)
     times = " ".join(f"{result[key]:>7.2f}" for key in ("load", "first", "second"))
     print(f"{title:<30} {result['start']:>6.2f} {times}  {parts}  {result['note']}", flush=True)
+    sites = {name: spent for name, spent in result["parts"].items() if " " in name and spent >= 0.02}
+    if sites:
+        print("      " + ", ".join(f"{name} {spent:.2f}" for name, spent in sites.items()), flush=True)
 
 
 # In the child
@@ -181,7 +184,10 @@ def timed(call: Callable[..., Any], parts: dict[str, float], part: str) -> Calla
         try:
             return call(*arguments, **named)
         finally:
-            parts[part] = parts.get(part, 0.0) + time.perf_counter() - begin
+            spent = time.perf_counter() - begin
+            names = (part, f"{part} {type(arguments[0]).__name__}") if part in ("lay", "compare") else (part,)
+            for name in names:
+                parts[name] = parts.get(name, 0.0) + spent
 
     return timing
 
