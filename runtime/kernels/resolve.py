@@ -16,6 +16,7 @@ from .selfcheck import SEVERAL_ROWS, compare
 from .site import Call, Site
 
 DTYPE = mx.bfloat16  # the one dtype that kernels are written for
+PATIENCE = 0.5  # seconds before progress is shown: what is remembered takes less
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
         return wanted
     from tqdm import tqdm
 
-    bar: Iterable[_Key] = tqdm(
-        wanted, desc=f"checking fused kernels on {backend.device}", unit="kernel", file=sys.stderr
-    )
+    desc = f"checking fused kernels on {backend.device}"
+    bar: Iterable[_Key] = tqdm(wanted, desc=desc, unit="kernel", file=sys.stderr, delay=PATIENCE)
     return bar
 
 
