@@ -28,8 +28,9 @@ from straightline.runtime.kernels import (
     report,
     resolve,
 )
-from straightline.runtime.kernels.ahead import Laid, lay
+from straightline.runtime.kernels.ahead import Ahead, Laid, lay
 from straightline.runtime.kernels.backends import Backend, header_of
+from straightline.runtime.kernels.launch import launcher
 from straightline.runtime.kernels.murmur import string_hash
 from straightline.runtime.kernels.program import Program
 
@@ -71,8 +72,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return one
 
 
-def laid(site: Any = SITE, backend: Backend = DEVICE) -> Laid:
-    return lay(site, site.program("cuda"), mx.bfloat16, backend)
+def zeros(*dtypes: mx.Dtype) -> list[mx.array]:
+    return [mx.zeros((1, 1, 4), dtype) for dtype in dtypes]
+
+
+def laid(site: Any = SITE, backend: Backend = DEVICE, dtype: mx.Dtype = mx.bfloat16) -> Laid:
+    return lay(site.program("cuda"), zeros(*[dtype] * 5), (dtype, dtype), backend)
 
 
 def put(folder: str) -> dict[str, bytes]:
@@ -93,9 +98,14 @@ def test_the_hash_is_that_of_libstdcxx() -> None:
     assert string_hash(bytes(200 + 37 * index & 255 for index in range(39))) == 0xFD489C19D2055CBA
 
 
+def small(*arguments: str) -> Program:
+    return Program("cuda", "f", (), (), inputs=("x", "at"), outputs=("y", "z"), arguments=arguments, threads=32)
+
+
 def test_the_whole_text() -> None:
-    program = Program("cuda", "f", (), (), inputs=("x", "at"), outputs=("y", "z"), arguments=("x", "y"), threads=32)
-    assert mlx_source.text(program, "f_1", '#include "/a.h"\n', (mx.bfloat16, mx.int32), mx.bfloat16) == ("""
+    inputs = zeros(mx.bfloat16, mx.int32)
+    found = mlx_source.text(small("x", "y"), "f_1", '#include "/a.h"\n', inputs, (mx.bfloat16, mx.float32))
+    assert found == """
 #include "mlx/backend/cuda/device/utils.cuh"
 
 #include <cooperative_groups.h>
@@ -109,12 +119,24 @@ __global__ void custom_kernel_f_1(
     const __nv_bfloat16* x,
     const int32_t* at,
     __nv_bfloat16* y,
-    __nv_bfloat16* z) {
+    float* z) {
 straightline::f(x, y, HERE);
 }
 
 } // namespace mlx::core::cu
-""")
+"""
+
+
+def test_what_a_source_names_of_its_inputs_is_handed_over() -> None:
+    inputs, outputs = [zeros(mx.float32)[0], mx.array(7, dtype=mx.uint32)], (mx.float32, mx.float32)
+    found = mlx_source.text(small("x_shape[2]", "x_strides", "at_ndim", "x_ndim"), "f_1", "", inputs, outputs)
+    assert """(
+    const float* x,
+    const __grid_constant__ Shape x_shape,
+    const __grid_constant__ Strides x_strides,
+    const __grid_constant__ int x_ndim,
+    const uint32_t* at,
+    float* y,""" in found
 
 
 def test_the_file_is_named_after_the_whole_text() -> None:
@@ -144,8 +166,26 @@ def test_where_mlx_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=repr,
 )
-def test_what_a_kernel_takes(site: Any, expected: tuple[mx.Dtype, ...]) -> None:
-    assert ahead.taken(site, site.program("cuda"), mx.bfloat16) == expected
+def test_a_kernel_is_laid_at_its_first_call(
+    site: Any, expected: tuple[mx.Dtype, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def laying(program: Program, inputs: Any, outputs: Any, backend: Backend) -> Laid:
+        asked.append((program, tuple(one.dtype for one in inputs), set(outputs)))
+        return Laid(reason="no")
+
+    def kernel(*, output_shapes: Any, output_dtypes: Any, **launch: Any) -> list[mx.array]:
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+    monkeypatch.setattr(ahead, "lay", laying)
+    program = site.program("cuda")
+    first = Ahead(program, DEVICE)
+    call = launcher(site, program, first.of(kernel), mx.bfloat16, several=False)
+    for seed in range(2):
+        call(*site.inputs(seed))
+    assert asked == [(program, expected, {mx.bfloat16})]
+    assert first.laid == Laid(reason="no")
 
 
 # What is kept and laid
@@ -155,7 +195,7 @@ def test_a_kernel_is_compiled_once_and_laid_where_mlx_looks(compiler: Compiler) 
     first = laid()
     program = SITE.program("cuda")
     name = f"{program.name}_sm_90"
-    whole = mlx_source.text(program, name, header_of(program), (mx.bfloat16,) * 5, mx.bfloat16)
+    whole = mlx_source.text(program, name, header_of(program), zeros(*[mx.bfloat16] * 5), (mx.bfloat16,) * 2)
     module = f"custom_kernel_{name}_{string_hash(whole.encode()):x}"
     kernel = f"mlx::core::cu::custom_kernel_{name}"
     assert [path.name for path in first.files] == [f"{module}.txt", f"{module}.ptx"]
@@ -249,8 +289,7 @@ def test_a_text_that_cannot_be_compiled(compiler: Compiler) -> None:
 
 
 def test_an_unexpected_dtype(compiler: Compiler) -> None:
-    other = lay(SITE, SITE.program("cuda"), mx.float16, DEVICE)
-    assert other == Laid(reason="it cannot be compiled ahead: mlx.core.float16")
+    assert laid(dtype=mx.float16) == Laid(reason="it cannot be compiled ahead: mlx.core.float16")
 
 
 @dataclass(frozen=True)

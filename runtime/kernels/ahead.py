@@ -5,6 +5,7 @@ be done here is left to it: the text is the same.
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,10 +17,10 @@ import mlx.core as mx
 from ..atomic import write_bytes
 from . import cubins, mlx_source, nvrtc
 from .backends import Backend, header_of
-from .launch import launcher
 from .memory import MLX
 from .program import FOLDER, Program
-from .site import Site
+
+Kernel = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -37,39 +38,48 @@ class Laid:
         return Laid(reason="it failed where it was compiled ahead")
 
 
-def lay(site: Site, program: Program, dtype: mx.Dtype, backend: Backend) -> Laid:
-    """Where MLX will find the kernel compiled. Never raises for anything that keeps it from that."""
+class Ahead:
+    """Lays a kernel when it is first called, since its text depends on the dtypes that it is called with."""
+
+    def __init__(self, program: Program, backend: Backend) -> None:
+        self.program = program
+        self.backend = backend
+        self.laid: Laid | None = None
+
+    def of(self, kernel: Kernel) -> Kernel:
+        """The kernel for a first call. Not for the hot path."""
+
+        def call(*, inputs: Sequence[Any], output_dtypes: Sequence[mx.Dtype], **launch: Any) -> list[mx.array]:
+            if self.laid is None:
+                self.laid = lay(self.program, inputs, output_dtypes, self.backend)
+            return kernel(inputs=inputs, output_dtypes=output_dtypes, **launch)
+
+        return call
+
+
+def lay(program: Program, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], backend: Backend) -> Laid:
+    """Where MLX will find the kernel compiled, for such inputs. Never raises for anything that keeps it from that."""
     if not backend.architecture:
         return Laid()  # Metal keeps its own
     if MLX not in mlx_source.KNOWN:
         return Laid(reason=f"MLX {MLX} is not known to take a kernel that is compiled already")
     try:
-        inputs = taken(site, program, dtype)
-        name, code = _compiled(program, inputs, dtype, backend)
-        whole = mlx_source.text(program, backend.kernel_name(program), header_of(program), inputs, dtype)
-        return _put(mlx_source.module_name(backend.kernel_name(program), whole), f"{name}\n".encode(), code)
+        names, code = compiled(program, inputs, outputs, backend)
+        name = backend.kernel_name(program)
+        whole = mlx_source.text(program, name, header_of(program), inputs, outputs)
+        return _put(mlx_source.module_name(name, whole), f"{names}\n".encode(), code)
     except OSError as error:
         return Laid(reason=f"{error.filename or mlx_source.folder(MLX)}: {error.strerror or error}")
     except Exception as error:  # whatever is wrong here, MLX can still compile
         return Laid(reason=f"it cannot be compiled ahead: {(str(error).strip() or repr(error)).splitlines()[0]}")
 
 
-def taken(site: Site, program: Program, dtype: mx.Dtype) -> tuple[mx.Dtype, ...]:
-    """The dtypes that the site hands to its kernel, for inputs of this dtype. Nothing is computed."""
-    seen: list[mx.Dtype] = []
-
-    def kernel(*, inputs: tuple[Any, ...], **launch: Any) -> list[mx.array]:
-        seen.extend(one.dtype for one in inputs)
-        return [mx.zeros(shape, dtype) for shape in launch["output_shapes"]]
-
-    launcher(site, program, kernel, dtype, several=False)(*site.inputs(0, 1, dtype))
-    return tuple(seen)
-
-
-def _compiled(program: Program, inputs: tuple[mx.Dtype, ...], dtype: mx.Dtype, backend: Backend) -> tuple[str, bytes]:
-    """A line of the names, and the machine code: from the cache folder, else compiled now."""
+def compiled(
+    program: Program, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], backend: Backend
+) -> tuple[str, bytes]:
+    """A line of the names, and the machine code: from the cache folder, else compiled now. Raises CannotCompile."""
     name = backend.kernel_name(program)
-    whole = mlx_source.text(program, name, f"\n{program.text}\n", inputs, dtype)
+    whole = mlx_source.text(program, name, f"\n{program.text}\n", inputs, outputs)
     architecture = f"--gpu-architecture={backend.architecture}"
     facts = (whole, _stand_in(), architecture, nvrtc.name(), MLX)
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:24]

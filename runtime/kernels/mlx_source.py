@@ -5,7 +5,7 @@ there and compiles the text itself, as ever: it finds by a hash of the text that
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ INCLUDED = (
     "cooperative_groups.h",
 )
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float32: "float", mx.int32: "int32_t", mx.uint32: "uint32_t"}
+SHAPES = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
 TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 
 
@@ -29,18 +30,24 @@ def kernel_name(name: str) -> str:
     return f"mlx::core::cu::custom_kernel_{name}"
 
 
-def text(program: Program, name: str, header: str, inputs: Sequence[mx.Dtype], outputs: mx.Dtype) -> str:
-    """The whole text, for inputs of these dtypes. Raises KeyError for a dtype that no kernel here takes."""
-    parameters = [
-        *(f"    const {TYPES[dtype]}* {one}" for one, dtype in zip(program.inputs, inputs, strict=True)),
-        *(f"    {TYPES[outputs]}* {one}" for one in program.outputs),
-    ]
+def text(program: Program, name: str, header: str, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]) -> str:
+    """The whole text, for such inputs. Raises KeyError for a dtype that no kernel here takes."""
+    parameters = [one for pair in zip(program.inputs, inputs, strict=True) for one in _parameters(program, *pair)]
+    parameters += [f"{TYPES[dtype]}* {one}" for one, dtype in zip(program.outputs, outputs, strict=True)]
     return (
         f'\n#include "{INCLUDED[0]}"\n\n#include <{INCLUDED[-1]}>\n\n{header}'
         "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
-        f"__global__ void custom_kernel_{name}(\n" + ",\n".join(parameters) + ") {\n"
+        f"__global__ void custom_kernel_{name}(\n    " + ",\n    ".join(parameters) + ") {\n"
         f"{program.source}\n}}\n\n}} // namespace mlx::core::cu\n"
     )
+
+
+def _parameters(program: Program, name: str, array: mx.array) -> Iterator[str]:
+    """Of one input: where it lies, and what the source names of its shape."""
+    yield f"const {TYPES[array.dtype]}* {name}"
+    for what, kind in SHAPES.items():
+        if array.ndim and f"{name}_{what}" in program.source:
+            yield f"const __grid_constant__ {kind} {name}_{what}"
 
 
 def module_name(name: str, whole: str) -> str:

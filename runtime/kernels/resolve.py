@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .ahead import Laid, lay
+from .ahead import Ahead, Laid
 from .backends import Backend, detect
 from .launch import launcher
 from .memory import MLX, Finding, checking, key, recall, remember
@@ -151,21 +151,22 @@ def _try_ahead(
     site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
 ) -> tuple[Call, Finding | None, Laid]:
     """As `_try`, with the kernel compiled ahead where that can be."""
-    laid = lay(site, program, dtype, backend)
-    call, finding = _try(site, dtype, backend, program, known)
+    ahead = Ahead(program, backend)
+    call, finding = _try(site, dtype, backend, program, known, ahead)
+    laid = ahead.laid or Laid()
     if laid.files and finding is not None and finding.reason.startswith("failed"):
-        laid = laid.withdraw()
-        call, finding = _try(site, dtype, backend, program, known)
+        ahead.laid = laid = laid.withdraw()
+        call, finding = _try(site, dtype, backend, program, known, ahead)
     return call, finding, laid
 
 
 def _try(
-    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
+    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None, ahead: Ahead
 ) -> tuple[Call, Finding | None]:
     """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
     try:
         kernel = backend.make(program)
-        call = launcher(site, program, kernel, dtype, several=True)
+        call = launcher(site, program, ahead.of(kernel), dtype, several=True)
         compared = compare(site, call, dtype, site.seeds if known is None else 1)
     except Exception as error:  # whatever a kernel or a device does, the plain form is there
         if "memory" in str(error) and "illegal" not in str(error):

@@ -5,11 +5,22 @@
 #include <cuda_bf16.h>
 
 using int32_t = int;
+using int64_t = long;
 using uint32_t = unsigned int;
 
 namespace cooperative_groups {}
 
 namespace mlx::core::cu {
+
+struct Shape {
+  int32_t of[10];
+  __device__ const int32_t& operator[](int axis) const { return of[axis]; }
+};
+
+struct Strides {
+  int64_t of[10];
+  __device__ const int64_t& operator[](int axis) const { return of[axis]; }
+};
 
 struct Power {
   __device__ __nv_bfloat16 operator()(__nv_bfloat16 x, __nv_bfloat16 y) {

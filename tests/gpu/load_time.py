@@ -170,7 +170,7 @@ def timed_parts(parts: dict[str, float]) -> None:
     for module, name, part in (
         (bound, "bind", "bind"),
         (bound, "resolve_all", "resolve"),
-        (resolving, "lay", "lay"),
+        (sys.modules["straightline.runtime.kernels.ahead"], "lay", "lay"),
         (resolving, "compare", "compare"),
         (bound, "decode_refused", "check"),
     ):
@@ -185,7 +185,7 @@ def timed(call: Callable[..., Any], parts: dict[str, float], part: str) -> Calla
             return call(*arguments, **named)
         finally:
             spent = time.perf_counter() - begin
-            names = (part, f"{part} {type(arguments[0]).__name__}") if part in ("lay", "compare") else (part,)
+            names = (part, f"{part} {type(arguments[0]).__name__}") if part == "compare" else (part,)
             for name in names:
                 parts[name] = parts.get(name, 0.0) + spent
 
@@ -236,17 +236,33 @@ def compare_texts() -> None:
 
         found = printed(lambda s=site, p=program, k=aloud: launcher(s, p, k, mx.bfloat16, False)(*s.inputs(0)))
         found = found.partition("```\n")[2].rpartition("\n```")[0]
-        inputs = ahead.taken(site, program, mx.bfloat16)
-        ours = mlx_source.text(program, backend.kernel_name(program), header_of(program), inputs, mx.bfloat16)
+        taken = first_call(site, program)
+        ours = mlx_source.text(program, backend.kernel_name(program), header_of(program), *taken)
         equal += found == ours
         if found != ours:
             print(f"text differs for {site}: MLX {found!r}, ours {ours!r}")
-        laid = ahead.lay(site, program, mx.bfloat16, backend)
+        laid = ahead.lay(program, *taken, backend)
         begin = time.perf_counter()
         mx.eval(launcher(site, program, kernel, mx.bfloat16, False)(*site.inputs(0)))
         spent = time.perf_counter() - begin
         print(f"{program.name}: laid {[path.name for path in laid.files]} {laid.reason}, first call {spent:.3f} s")
     print(f"texts equal: {equal} of {len(sites())}", flush=True)
+
+
+def first_call(site: Any, program: Any) -> tuple[list[Any], list[Any]]:
+    """The inputs and the output dtypes that a site hands to its kernel. Nothing is computed."""
+    import mlx.core as mx
+
+    from straightline.runtime.kernels.launch import launcher
+
+    seen: list[Any] = []
+
+    def kernel(*, inputs: Any, output_dtypes: Any, output_shapes: Any, **launch: Any) -> Any:
+        seen.extend((list(inputs), list(output_dtypes)))
+        return [mx.zeros(shape, mx.bfloat16) for shape in output_shapes]
+
+    launcher(site, program, kernel, mx.bfloat16, False)(*site.inputs(0))
+    return seen[0], seen[1]
 
 
 def printed(call: Callable[[], Any]) -> str:
@@ -276,12 +292,13 @@ def compile_times() -> None:
     from straightline.runtime.kernels.launch import launcher
 
     backend = detect()
-    jobs = [(site.program("cuda"), ahead.taken(site, site.program("cuda"), mx.bfloat16)) for site in sites()]
+    programs = [(site, site.program("cuda")) for site in sites()]
+    jobs = [(program, *first_call(site, program), backend) for site, program in programs]
     for threads in (1, 4, 16):
         shutil.rmtree(Path(os.environ["STRAIGHTLINE_CACHE"]) / "kernels", ignore_errors=True)
         begin = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda job: ahead._compiled(*job, mx.bfloat16, backend), jobs))
+            list(pool.map(lambda job: ahead.compiled(*job), jobs))
         print(f"ours, {len(jobs)} kernels, {threads} at once: {time.perf_counter() - begin:.2f} s", flush=True)
     for site in sites()[2:3]:
         program = site.program("cuda")
@@ -317,8 +334,7 @@ def call_times() -> None:
         program = site.program("cuda")
         inputs = site.inputs(0)
         mx.eval(inputs)
-        taken = ahead.taken(site, program, mx.bfloat16)
-        names, code = ahead._compiled(program, taken, mx.bfloat16, backend)
+        names, code = ahead.compiled(program, *first_call(site, program), backend)
         lowered = names.partition("\t")[2]
 
         def precompiled(*, inputs: Any, _code: bytes = code, _name: str = lowered, **launch: Any) -> Any:
