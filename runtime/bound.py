@@ -18,6 +18,7 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .kernels import Site, resolve_all
+from .kv.device import packing
 from .registry import find_generated
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
@@ -147,7 +148,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
+        quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
 
 

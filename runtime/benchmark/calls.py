@@ -5,7 +5,6 @@ round they grow by a block a call. One token a row is asked for before the last 
 wider block is read before the next is asked for, as whoever verifies a draft must.
 """
 
-import copy
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import mlx.core as mx
 from ..taps import HiddenTap
 from .cells import Cell
 from .measures import count_primitives
-from .sides import Side, read_prompt
+from .sides import Side, blamed, copied, read_prompt
 
 WARM_UP = 2
 
@@ -41,10 +40,13 @@ class Blocks:
 
     def walk(self, sides: list[Side], steps: int) -> Iterator[dict[str, Named]]:
         """The outputs of all sides, for the greedy tokens of the first one."""
-        caches = {side.name: self._caches(side) for side in sides}
+        caches = {side.name: copied(self.filled[side.name]) for side in sides}
         block = self.first
         for _ in range(steps):
-            found = {side.name: self._outputs(side, block, caches[side.name]) for side in sides}
+            found = {}
+            for side in sides:
+                with blamed(side):
+                    found[side.name] = self._outputs(side, block, caches[side.name])
             yield found
             block = greedy(found[sides[0].name]["logits"])
 
@@ -89,13 +91,9 @@ class Blocks:
             mx.eval(list(outputs.values()))
         return int(mx.get_peak_memory())
 
-    def _caches(self, side: Side) -> list[Any]:
-        """A copy that shares the arrays until a call writes into them."""
-        return copy.deepcopy(self.filled[side.name])
-
     def _warm(self, side: Side) -> tuple[mx.array, list[Any]]:
-        """Caches that own their arrays, and the block to go on with."""
-        block, caches = self.first, self._caches(side)
+        """Caches that two calls have gone through, and the block to go on with."""
+        block, caches = self.first, copied(self.filled[side.name])
         for _ in range(WARM_UP):
             outputs = self._outputs(side, block, caches)
             block = greedy(outputs["logits"])
@@ -115,7 +113,11 @@ class Prompt:
 
     def walk(self, sides: list[Side], steps: int) -> Iterator[dict[str, Named]]:
         """One step: a prompt has one end."""
-        yield {side.name: named(read_prompt(side, self.ids, side.caches(), self.tap), self.tap) for side in sides}
+        found = {}
+        for side in sides:
+            with blamed(side):
+                found[side.name] = named(read_prompt(side, self.ids, side.caches(), self.tap), self.tap)
+        yield found
 
     def seconds(self, side: Side, steps: int) -> float:
         started = time.perf_counter()
@@ -149,10 +151,9 @@ def tap_of(cell: Cell) -> HiddenTap | None:
 
 
 def named(logits: mx.array, tap: HiddenTap | None) -> Named:
-    found = {"logits": logits}
-    if tap is not None:
-        found |= {f"tap {index}": rows for index, rows in sorted(tap.captured.items())}
-    return found
+    """In the order of the forward, so that the first one that differs says where the streams part."""
+    found = {} if tap is None else {f"tap {index}": rows for index, rows in sorted(tap.captured.items())}
+    return found | {"logits": logits}
 
 
 def greedy(logits: mx.array) -> mx.array:

@@ -53,7 +53,7 @@ def from_checkpoint(where: str, wish: Wish) -> Pair:
     kv_config = _kv_config(subject, wish)
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
-    return _pair(model, oracle, None, kv_config, wish, {"model": f"the checkpoint {subject.name}"})
+    return pair_of(model, oracle, None, kv_config, wish, {"model": f"the checkpoint {subject.name}"})
 
 
 def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
@@ -69,11 +69,11 @@ def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
     file = _render(config, kv_config) if reduce else None
     model, oracle = build(config, dtype, bits=bits)
     widths = ", reduced to toy widths" if reduce else ""
-    facts = {"model": f"{name}{widths}, random weights of {bits}{'' if bits == 'mixed' else ' bits'}"}
-    return _pair(model, oracle, file, kv_config, wish, facts)
+    facts = {"model": f"{name}{widths}, random weights of {bits} bits"}
+    return pair_of(model, oracle, file, kv_config, wish, facts)
 
 
-def _pair(
+def pair_of(
     model: Any,
     oracle: Any,
     file: ModuleType | None,

@@ -2,8 +2,6 @@
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,7 +13,7 @@ from .cells import Cell
 from .measures import same_bytes, spread
 from .models import Pair
 from .rows import Row
-from .sides import Side, read_prompt, sides, states
+from .sides import Side, blamed, fill, sides
 from .traffic import bytes_read
 
 SINGLE = 15  # calls by themselves, for build, dispatch and wait
@@ -62,7 +60,7 @@ class Bench:
         seconds = self._rounds(calls, started)
         rows = []
         for side in self.sides:
-            with named(side):
+            with blamed(side):
                 row = Row(cell, side.name, departs=departs[side.name], compared=compared)
                 rows.append(self._measured(row, calls, side, seconds))
         return rows
@@ -102,7 +100,7 @@ class Bench:
         compared = 0
         for step, found in enumerate(calls.walk(self.sides, self.plan.steps)):
             for side in self.sides:
-                with named(side):
+                with blamed(side):
                     mx.eval(list(found[side.name].values()))
                 if not departs[side.name]:
                     departs[side.name] = _departure(found[self.sides[0].name], found[side.name], step)
@@ -134,10 +132,9 @@ class Bench:
             before = _alive()
             prompt = ids(cell.batch, cell.context, self.pair.spec.vocab_size)
             for side in self.sides:
-                with named(side):
+                with blamed(side):
                     caches = side.caches()
-                    read_prompt(side, prompt, caches)
-                    mx.eval(states(caches))
+                    fill(side, prompt, caches)
                     self.filled[side.name] = caches
             self.held = _alive() - before
             self._filled_for = (cell.context, cell.batch)
@@ -153,18 +150,8 @@ class Bench:
         mx.clear_cache()
 
 
-@contextmanager
-def named(side: Side) -> Iterator[None]:
-    """Whoever fails inside is said to be this side."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(side.name)
-        raise
-
-
 def _timed(calls: Blocks | Prompt, side: Side, steps: int) -> float:
-    with named(side):
+    with blamed(side):
         return calls.seconds(side, steps)
 
 

@@ -3,7 +3,9 @@
 Each side fills and owns its caches, as its users' code would make them.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,16 @@ def sides(pair: Pair, forward: bool) -> list[Side]:
         )
     )
     return found
+
+
+@contextmanager
+def blamed(side: Side) -> Iterator[None]:
+    """An error that leaves this block has the name of the side as its note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(side.name)
+        raise
 
 
 def _mlx_lm(oracle: Any) -> Call:
@@ -85,12 +97,36 @@ def read_prompt(side: Side, ids: mx.array, caches: list[Any], tap: HiddenTap | N
     Evaluated, and so are the caches and what was tapped of each chunk.
     """
     before = ids.shape[1] - 1
-    for start in range(0, before, CHUNK):
-        side.call(ids[:, start : min(start + CHUNK, before)], caches, tap)
-        mx.eval(states(caches), _kept(tap))
+    fill(side, ids[:, :before], caches, tap)
     logits = side.call(ids[:, before:], caches, tap)
     mx.eval(logits, states(caches), _kept(tap))
     return logits
+
+
+def fill(side: Side, ids: mx.array, caches: list[Any], tap: HiddenTap | None = None) -> None:
+    """The ids [B, N] in chunks, for what they leave in the caches."""
+    for start in range(0, ids.shape[1], CHUNK):
+        side.call(ids[:, start : start + CHUNK], caches, tap)
+        mx.eval(states(caches), _kept(tap))
+
+
+def copied(caches: list[Any]) -> list[Any]:
+    """The same caches with arrays of their own: a side may write into its caches in place."""
+    copies = copy.deepcopy(caches)
+    for cache in copies:
+        for part in [cache, *getattr(cache, "parts", [])]:
+            for name, value in vars(part).items():
+                if isinstance(value, mx.array):
+                    setattr(part, name, _own(value))
+    mx.eval(states(copies))
+    return copies
+
+
+def _own(array: mx.array) -> mx.array:
+    """The same bits in new memory."""
+    bits: mx.array = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]) + 0
+    own: mx.array = bits.view(array.dtype)
+    return own
 
 
 def states(caches: list[Any]) -> list[Any]:

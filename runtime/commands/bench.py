@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.checkpoint and (options.reduced is not None or options.bits):
         options.usage_error("--reduced and --bits go with --random; a checkpoint is timed as it is")
     numbers = [*(options.context or ()), *options.batch, *options.width, *options.prefill]
-    numbers += [options.tokens, options.rounds, options.steps or 1]
+    numbers += [options.tokens, options.rounds, 1 if options.steps is None else options.steps]
     if min(numbers) < 1:
         options.usage_error("--context, --batch, --width, --prefill, --tokens, --rounds and --steps must be 1 or more")
     if options.seconds is not None and not 0 < options.seconds < 1e6:

@@ -6,9 +6,11 @@ The report is made to be pasted into an issue. Exit code 1 if anything departs.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from .progress import progress
+from .sites import site_table
 
 HELP = "prove bit-equality on this machine, with a checkpoint or with random weights"
 
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         options.usage_error("--steps must be 1 or more, and --layers 2 or more")
     if not 0 <= options.seed < SEEDS or (options.steps or 0) > MOST_STEPS:
         options.usage_error(f"--seed must be from 0 to {SEEDS - 1}, and --steps at most {MOST_STEPS}")
+    from ..kernels.states import running
     from ..verification.cells import cell_count, cells
     from ..verification.control import spoil
     from ..verification.machine import describe
@@ -67,8 +70,10 @@ def run(options: argparse.Namespace) -> int:
         spoil(proof.model)
     steps = options.steps or proof.steps
     head = describe(None) | proof.facts | {"seed": str(options.seed)}
+    sites = tuple(dict.fromkeys(running(proof.model) + running(proof.quantized)))
     if not options.json:
-        print("\n".join(f"{key:<12} {value}" for key, value in head.items()) + "\n", flush=True)
+        print("\n".join(f"{key:<12} {value}" for key, value in head.items()))
+        print("\n".join(["fused sites", *site_table(sites)]) + "\n", flush=True)
     rows = []
     with progress(cell_count(proof, steps), "cell", quiet=options.json) as bar:
         for row in cells(proof, steps, options.seed):
@@ -79,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
                 sys.stdout.flush()
     departed = [row for row in rows if row.departs]
     if options.json:
-        print(json.dumps({"machine": head, "cells": [_plain(row) for row in rows], "equal": not departed}, indent=1))
+        found = {"machine": head, "fused_sites": [asdict(one) for one in sites]}
+        print(json.dumps(found | {"cells": [_plain(row) for row in rows], "equal": not departed}, indent=1))
     else:
         print(f"\n{_verdict(rows, departed)}")
     return 1 if departed else 0

@@ -12,7 +12,6 @@ import mlx.core as mx
 from ...codegen.config import read_arguments
 from ..commands.subject import Subject, published, published_kv_config, read_folder
 from ..errors import StraightlineError
-from ..kernels import report
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
 from ..registry import load_generated
@@ -76,9 +75,7 @@ def with_kernels(proof: Proof, kernels: bool) -> Proof:
     """The same, decoding with fused kernels where they are exact here, or without."""
     model = specialize(proof.model, strict=True, kernels=kernels)
     quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=kernels)
-    states = [state for state, _ in report().values()]
-    sites = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return replace(proof, model=model, quantized=quantized, facts=proof.facts | {"fused sites": sites})
+    return replace(proof, model=model, quantized=quantized)
 
 
 def _packaged(subject: Subject, model: Any, oracle: Any, steps: int) -> Proof:
