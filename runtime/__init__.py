@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .versions import check_versions
 
 if TYPE_CHECKING:
+    from .decoding import stream
     from .errors import StraightlineError
     from .kv import make_cache
     from .loading import load
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 check_versions()
 
-__all__ = ["HiddenTap", "StraightlineError", "load", "load_generated", "make_cache", "specialize"]
+__all__ = ["HiddenTap", "StraightlineError", "load", "load_generated", "make_cache", "specialize", "stream"]
 
 _HOMES = {
     "HiddenTap": ".taps",
@@ -27,6 +28,7 @@ _HOMES = {
     "load_generated": ".registry",
     "make_cache": ".kv",
     "specialize": ".model",
+    "stream": ".decoding",
 }
 
 

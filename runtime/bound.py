@@ -20,6 +20,7 @@ from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
 from .kernels import QKVRope, resolve_all
+from .kv.device import packing
 from .registry import find_generated
 from .tier import States, fast_refused, fast_route, sites_of
 from .user_files import find_user_file, make_user_file
@@ -34,7 +35,7 @@ class Options:
     module: ModuleType | None
     strict: bool
     generate: bool
-    kernels: bool
+    kernels: bool | None
     tier: str = "exact"
 
 
@@ -69,6 +70,7 @@ class Bound:
         """earlier: what served until the modules changed.
 
         decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
         file = options.module
         earlier = earlier or Earlier((), False, False)
@@ -83,7 +85,7 @@ class Bound:
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.reason = ""
-        self.decode_reason = self.in_place_reason = ""
+        self.decode_reason = self.in_place_reason = self.kernels_reason = ""
         self.tier_sites: States = {}
         try:
             if text.training:
@@ -97,6 +99,12 @@ class Bound:
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
+            if self.decode_reason and options.kernels is not False:
+                # Each kernel is exact by itself; should they not be together, decode without them.
+                together = self.decode_reason
+                self.routes = tuple(self._route(text, file, False) for file in self.files)
+                self.decode_reason = self._check_decode(text, spec.vocab_size)
+                self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
             self._check_in_place(text, spec.vocab_size)
@@ -105,11 +113,11 @@ class Bound:
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
-    def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
+    def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
         sites, dtype = sites_of(file), stream_dtype(text)
         calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
         guard, in_place = CacheGuard(file.CACHES), None
-        if not kernels:
+        if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
             in_place, self.in_place_reason = in_place_sites(sites, calls, dtype)
@@ -194,7 +202,7 @@ class Bound:
             reasons.append(reason)
         if end_leases(cache):
             return self.route(cache)
-        quantized = isinstance(cache, list) and any(hasattr(one, "bits") for one in cache)
+        quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
 
 

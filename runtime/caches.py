@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from .kv.device import packing
 from .kv.layouts import LAYOUTS, mixed_layouts
 from .kv.sharing import owned
 
@@ -96,4 +97,4 @@ class CacheGuard:
 
 def cache_form(cache: Any) -> tuple[type, int | None, int | None]:
     """What tells caches apart: the class, and for quantized ones the bits and the group size."""
-    return type(cache), getattr(cache, "bits", None), getattr(cache, "group_size", None)
+    return type(cache), *packing(cache)

@@ -1,5 +1,6 @@
 """Evaluating arrays of a model, where a trace of mx.compile may be under way."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -7,10 +8,19 @@ import mlx.core as mx
 
 def evaluate(arrays: Any) -> bool:
     """mx.eval; False inside mx.compile, where nothing has a value yet."""
+    return _outside_traces(mx.eval, arrays)
+
+
+def start(arrays: Any) -> bool:
+    """mx.async_eval; False inside mx.compile."""
+    return _outside_traces(mx.async_eval, arrays)
+
+
+def _outside_traces(call: Callable[..., Any], arrays: Any) -> bool:
     try:
-        mx.eval(arrays)
+        call(arrays)
     except ValueError as error:
-        if "function transformations" not in str(error):
+        if "transformation" not in str(error):
             raise
         return False
     return True

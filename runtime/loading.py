@@ -36,7 +36,7 @@ def load(
     *,
     strict: bool = False,
     generate: bool = False,
-    kernels: bool = False,
+    kernels: bool | None = None,
     tier: str = "exact",
     kv_config: Any = None,
     kv_bits: int | None = None,

@@ -154,6 +154,7 @@ class Specialized(Watched):
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         self.dispatch.decode_reason = bound.decode_reason
+        self.dispatch.kernels_reason = bound.kernels_reason
         self.dispatch.in_place_reason = bound.in_place_reason
         self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
@@ -201,7 +202,7 @@ def specialize(
     *,
     strict: bool = False,
     generate: bool = False,
-    kernels: bool = False,
+    kernels: bool | None = None,
     tier: str = "exact",
 ) -> Any:
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
@@ -215,7 +216,7 @@ def specialize(
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
         again next time, with or without this flag.
     kernels: let decoding use fused kernels of straightline's own, each where a self-check on this device says that it
-        is exact. Faster on a GPU, for some seconds more at load while they are compiled.
+        is exact. None: on CUDA, where they are compiled once for all processes; elsewhere True asks for them.
     tier: "exact", mlx-lm's bits; or "fast", which is not: the attention of single tokens by a kernel of straightline's
         own, where a self-check on this device says that it is closer to the true result than MLX's operations.
         `model.dispatch.tier_sites` says where it runs, and why not. Where it does not, the exact form does.

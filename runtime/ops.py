@@ -1,16 +1,28 @@
 """What generated files import. The monolith owns the numbers: its own compiled primitives wherever it has one."""
 
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn import gelu_approx
-from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.gemma4_text import geglu, logit_softcap
 from mlx_lm.models.rope_utils import ProportionalRoPE
 
 from .evaluation import evaluate
+from .kv.device import PLAIN_ROWS
 
 __all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quantized_attention", "scaled_add"]
+
+
+def attention_over_plain_rows(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, group_size: int, bits: int
+) -> mx.array:
+    """[B, heads, L, dim]: attention where quantized caches hand out plain rows, and mlx-lm takes them for such."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+quantized_attention = attention_over_plain_rows if PLAIN_ROWS else quantized_scaled_dot_product_attention
 
 
 @partial(mx.compile, shapeless=True)

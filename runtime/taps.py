@@ -4,14 +4,17 @@ Index i in 0..n-1 is the stream that leaves layer i, n (the number of layers) is
 -1 is the scaled embedding that enters layer 0.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
 
 from .errors import StraightlineError
+from .evaluation import start
 
 Tap = Callable[[int, mx.array], mx.array]
+LONG = 256  # tokens of a call from which their rows are worth the dispatch that frees them early
 
 
 class HiddenTap:
@@ -35,9 +38,9 @@ class HiddenTap:
         for index in wanted:
             if type(index) is not int or index < -1:
                 raise StraightlineError(f"HiddenTap: layers has {index!r}; expected integers from -1")
-        repeated = sorted({index for index in wanted if wanted.count(index) > 1})
-        if repeated:
-            raise StraightlineError(f"HiddenTap: layers has {repeated[0]} more than once; expected each index once")
+        if len(set(wanted)) < len(wanted):
+            repeated = min(index for index in wanted if wanted.count(index) > 1)
+            raise StraightlineError(f"HiddenTap: layers has {repeated} more than once; expected each index once")
         if position is not None and type(position) is not int:
             raise StraightlineError(f"HiddenTap: position is {position!r}; expected an integer or None")
         if edit is not None and not callable(edit):
@@ -57,10 +60,10 @@ class HiddenTap:
 
         Refuses what cannot be served.
         """
-        unknown = sorted(index for index in self.layers if index > sentinel)
-        if unknown:
+        if max(self.layers, default=sentinel) > sentinel:
+            unknown = min(index for index in self.layers if index > sentinel)
             raise StraightlineError(
-                f"HiddenTap: layers has {unknown[0]}; expected -1 to {sentinel} ({sentinel} is after the final norm)"
+                f"HiddenTap: layers has {unknown}; expected -1 to {sentinel} ({sentinel} is after the final norm)"
             )
         if self.position is not None and not -length <= self.position < length:
             raise StraightlineError(
@@ -99,10 +102,24 @@ class TapRecorder(HiddenTap):
     def __init__(self, layers: Iterable[int], position: int | None = None, edit: Tap | None = None) -> None:
         super().__init__(layers, position, edit)
         self.steps: list[dict[int, mx.array]] = []
+        self._thread = threading.local()
 
     def begin(self, sentinel: int, length: int) -> HiddenTap:
         """Each forward gets a tap of its own, so that threads do not mix rows and one that fails leaves none."""
-        return _Step(self).begin(sentinel, length)
+        return _Step(self, length).begin(sentinel, length)
+
+    def add(self, rows: dict[int, mx.array], length: int) -> None:
+        """The rows of a forward that is built. None stays lazy for long: it would keep its whole graph alive.
+
+        Those of one token come with its logits, which the caller is about to ask for; starting them here would cost a
+        dispatch of its own. They are started with the thread's next forward, which finds them done. A chunk of a prompt
+        is asked for its caches only, so its rows are started at once.
+        """
+        earlier = getattr(self._thread, "token", {})
+        self._thread.token = rows if length == 1 else {}
+        start([*earlier.values(), *(() if length == 1 else rows.values())])
+        self.captured = rows
+        self.steps.append(rows)
 
     def rows(self, index: int) -> mx.array:
         """The rows of all forwards at one index, joined along the tokens: [B, tokens, hidden]."""
@@ -116,20 +133,29 @@ class TapRecorder(HiddenTap):
 class _Step(HiddenTap):
     """The tap of one forward of a TapRecorder."""
 
-    def __init__(self, recorder: TapRecorder) -> None:
-        super().__init__(recorder.layers, recorder.position, recorder.edit)
+    def __init__(self, recorder: TapRecorder, length: int) -> None:
+        """The recorder's settings have been checked once."""
+        self.layers = recorder.layers
+        self.position = recorder.position
+        self.edit = recorder.edit
         self._recorder = recorder
+        self._length = length
 
     def end(self) -> None:
-        """Starts the rows, since a row left lazy would keep its whole graph alive, then hands them over."""
-        mx.async_eval(*self.captured.values())  # type: ignore[no-untyped-call]
-        self._recorder.captured = self.captured
-        self._recorder.steps.append(self.captured)
+        self._recorder.add(self.captured, self._length)
 
 
 def _row(value: mx.array, position: int) -> mx.array:
-    start = position % value.shape[1]
-    return value[:, start : start + 1]
+    """[B, 1, hidden], as an array of its own: a view would keep the rows of all tokens in memory."""
+    length = value.shape[1]
+    if length == 1:
+        return value
+    at = position % length
+    row = mx.contiguous(value[:, at : at + 1])
+    if length >= LONG:
+        # Left to the end of the forward, it would keep the rows of all tokens until then.
+        start(row)
+    return row
 
 
 def no_tap(index: int, value: Any) -> Any:

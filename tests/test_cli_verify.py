@@ -39,6 +39,9 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str]) ->
     machine = found["machine"]
     assert machine["sizes"].startswith("42 layers, window 8, float32, ")
     assert machine["model"] == "gemma4-e4b, reduced to toy widths, layers as published, random weights"
+    assert {(one["state"], one["reason"]) for one in found["fused_sites"]} == {
+        ("plain", "the default device is the CPU")
+    }
     assert {"command", "commit", "machine", "device", "python", "packages", "fingerprint", "seed"} <= set(machine)
 
 

@@ -19,6 +19,8 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported", "Fast"}
 # Functions that return a message, or nothing.
 REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
+    "lay",
+    "withdraw",
     "_check_decode",
     "decode_refused",
     "fast_refused",

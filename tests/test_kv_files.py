@@ -10,7 +10,7 @@ from comparing import assert_same, file_of
 from mlx_lm.models import cache as mlx_lm_cache
 
 from straightline.runtime import StraightlineError, make_cache, specialize
-from straightline.runtime.kv import RotatingKVCache, load_cache, save_cache
+from straightline.runtime.kv import KVCache, RotatingKVCache, load_cache, save_cache
 from straightline.runtime.kv.registered import register
 
 EIGHT = [{"layer_idx": layer, "bits": 8, "group_size": 64} for layer in range(3)]
@@ -83,7 +83,7 @@ def test_saved_rings_are_plain_mlx_lms(model: Any, tmp_path: Path) -> None:
     mlx_lm_cache.save_prompt_cache(str(tmp_path / "cache.safetensors"), caches)
     kinds = {type(one) for one in mlx_lm_cache.load_prompt_cache(str(tmp_path / "cache.safetensors"))}
     assert kinds == {mlx_lm_cache.RotatingKVCache, mlx_lm_cache.KVCache}
-    assert {type(one) for one in load_cache(tmp_path / "cache", model)} == {RotatingKVCache, mlx_lm_cache.KVCache}
+    assert {type(one) for one in load_cache(tmp_path / "cache", model)} == {RotatingKVCache, KVCache}
 
 
 def test_metadata_of_the_user_is_kept(model: Any, tmp_path: Path) -> None:

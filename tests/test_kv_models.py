@@ -257,7 +257,7 @@ def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
     )
     found = [int(token) for token, _ in steps]
     assert all(one.bits == 8 for one in caches)
-    assert {type(one).__name__ for one in caches} == {"QuantizedRingCache", "QuantizedKVCache"}
+    assert {type(one).__name__ for one in caches} == {"QuantizedRingCache", "QuantizedGrowingCache"}
     assert found == _converted_midway(plain(name), toys.tokens(1, 11), start, 24)
     with pytest.raises(NotImplementedError):  # what plain mlx-lm does; if it learns to, ours is not needed any more
         mlx_lm_cache.RotatingKVCache(8).to_quantized()

@@ -71,10 +71,7 @@ def test_to_quantized_keeps_every_slot(layout: str, filled: tuple[int, ...]) -> 
         rows = random_rows(rng, length)
         plain.update_and_fetch(*rows)
         fresh.update_and_fetch(*rows)
-    if layout == "growing":
-        converted: Any = QuantizedGrowingCache.of(plain, bits=4, group_size=32)
-    else:
-        converted = plain.to_quantized(group_size=32, bits=4)
+    converted = plain.to_quantized(group_size=32, bits=4)
     assert type(converted) is type(fresh)
     for length in (1, 1, 3, 20, 1):
         rows, queries = random_rows(rng, length), random_rows(rng, length)[0]

@@ -3,6 +3,7 @@
 Rows are compared with hooks on a plain mlx-lm model that runs the same generation.
 """
 
+import io
 from typing import Any
 
 import mlx.core as mx
@@ -238,3 +239,21 @@ def test_steered_generation() -> None:
         steered = mlx_lm.generate(models.model, tokenizer, PROMPT, max_tokens=8)
     assert steered != plain == mlx_lm.generate(models.model, tokenizer, PROMPT, max_tokens=8)
     assert calls[0] == len(PROMPT) - 1 and set(calls[1:]) == {1}
+
+
+def test_rows_of_one_token_are_left_to_its_logits() -> None:
+    """They are not started by themselves, and the thread's next forward leaves none behind that nobody asked for."""
+    model = pair(toys.E6).model
+    caches = model.make_cache()
+    with model.tapped([0, 6]) as taps:
+        for length in (4, 1, 1, 1):
+            logits = model(toys.tokens(1, length), cache=caches)
+        graph = io.StringIO()
+        mx.export_to_dot(graph, taps.steps[-2][6])
+        assert "rectangle" not in graph.getvalue()
+        mx.export_to_dot(graph, taps.steps[-1][6])
+        assert "rectangle" in graph.getvalue()
+        mx.eval(logits)
+        graph = io.StringIO()
+        mx.export_to_dot(graph, taps.steps[-1][6])
+        assert "rectangle" not in graph.getvalue()

@@ -1,6 +1,7 @@
 """B62: taps: the stream after each layer, the scaled embedding, the final norm; equal to hooks on plain mlx-lm."""
 
 import gc
+import io
 import random
 import weakref
 from typing import Any
@@ -205,3 +206,46 @@ def test_the_convention() -> None:
     assert_same(tap.captured[-1], inner.embed_tokens(ids) * 8.0, "embedding")
     assert_same(tap.captured[6], mx.fast.rms_norm(tap.captured[5], inner.norm.weight, 1e-6), "sentinel")
     assert_same(logits, inner.embed_tokens.as_linear(tap.captured[6]), "logits")
+
+
+def test_one_position_of_a_long_prompt_holds_one_row() -> None:
+    """The bytes of a whole tap's row, without the rows of all tokens behind it; inside mx.compile as well."""
+    case = Case(toys.D6)
+    ids = case.tokens(1, 600)
+    whole = HiddenTap([2, 6])
+    case.model(ids, tap=whole)
+    expected = {index: rows[:, 7:8] for index, rows in whole.captured.items()}
+    mx.eval(expected)
+    before = active_after(whole.captured.clear)
+    tap = HiddenTap([2, 6], position=7)
+    held = active_after(lambda: mx.eval(case.model(ids, tap=tap), tap.captured)) - before
+    assert_same(tap.captured, expected, "rows")
+    assert held <= 2 * (64 * 4 + 16384)
+
+    def traced(ids: mx.array) -> mx.array:
+        tap = HiddenTap([2], position=7)
+        case.model(ids, tap=tap)
+        return tap.captured[2]
+
+    assert mx.allclose(mx.compile(traced)(ids), expected[2], rtol=1e-4, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_taps_add_no_primitive(length: int) -> None:
+    case = Case(toys.E6)
+
+    def primitives(tap: HiddenTap | None, path: Any) -> int:
+        caches = case.model.make_cache()
+        mx.eval(case.model(case.tokens(1, 3), cache=caches), [one.state for one in caches])
+        logits = path(case.tokens(1, length), cache=caches, tap=tap)
+        text = io.StringIO()
+        mx.export_to_dot(text, logits, *(tap.captured.values() if tap else ()))
+        return text.getvalue().count("shape=rectangle")
+
+    for path in (case.model, case.model.monolith):
+        bare = primitives(None, path)
+        assert bare > 100
+        assert primitives(HiddenTap(case.everything), path) == bare
+        # One row of several is cut out, and copied so that the others can go.
+        cut = 0 if length == 1 else 2 * len(case.everything)
+        assert primitives(HiddenTap(case.everything, position=-1), path) == bare + cut

@@ -75,11 +75,13 @@ def _batch(caches: list[Any]) -> list[Any]:
 
 
 def _asked(what: str, caches: Any, guards: list[tuple[str, Any]]) -> Call:
+    from ..kv.device import packing
+
     reasons = []
     for name, guard in guards:
         reason = guard.refuse(caches)
         if not reason:
             return Call(what, "generated", name, "")
         reasons.append(reason)
-    quantized = isinstance(caches, list) and any(hasattr(one, "bits") for one in caches)
+    quantized = isinstance(caches, list) and any(packing(one)[0] for one in caches)
     return Call(what, "monolith", "", reasons[-1 if quantized else 0])

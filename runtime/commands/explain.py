@@ -16,7 +16,8 @@ from ...codegen.tensors import check_tensors, quantization_modes
 from .calls import calls
 from .differences import nearest
 from .files import GeneratedFile, files_for
-from .headers import Header, read_headers, summary
+from .headers import Header, floating, read_headers, summary
+from .sites import site_table
 from .subject import Subject, read_subject
 from .words import table
 
@@ -60,7 +61,7 @@ def explanation(subject: Subject) -> dict[str, Any]:
         name, different = nearest(spec)
         found |= {"nearest": name, "differences": list(different), "command": _command(subject)}
     found["calls"] = [asdict(one) for one in calls(spec, subject.kv_config, files)]
-    found["kernels"] = _kernels()
+    found["fused_sites"] = _fused(files, headers)
     return found
 
 
@@ -88,17 +89,21 @@ def _command(subject: Subject) -> str:
     )
 
 
-def _kernels() -> list[str]:
-    """Fused kernels: which device they are for, and what was found out about those asked for in this process."""
-    if find_spec("straightline.runtime.kernels") is None:
-        return []
-    from ..kernels import report
+def _fused(files: tuple[GeneratedFile, ...], headers: dict[str, Header]) -> dict[str, Any]:
+    """For a new process that asks for kernels: where it would run, and each site by what is remembered."""
+    import mlx.core as mx
+
     from ..kernels.backends import detect
+    from ..kernels.states import remembered
+    from ..registry import load_generated
 
     backend = detect()
-    state = f"kernels are compiled and checked here for {backend.name}, {backend.device}" if backend.name else ""
-    asked = [f"{site}: {form}, {reason}" for site, (form, reason) in report().items()]
-    return [state or f"plain forms only: {backend.reason}", *asked]
+    dtypes = floating(headers) or {"bfloat16"}
+    # As the runtime has it: a model of several dtypes counts as float32.
+    dtype = getattr(mx, dtypes.pop() if len(dtypes) == 1 else "float32")
+    states = remembered([load_generated(one.path) for one in files], dtype)
+    device = f"{backend.name}, {backend.device}" if backend.name else ""
+    return {"device": device, "reason": backend.reason, "sites": [asdict(one) for one in states]}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -112,9 +117,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     text += ["", "Layers", *(f"  {line}".rstrip() for line in found["layer_table"])]
     rows = [(call["what"], call["path"], call["file"] or call["reason"]) for call in found["calls"]]
     text += ["", "Calls", *table(rows)]
-    if found["kernels"]:
-        text += ["", "Fused kernels", *(f"  {line}" for line in found["kernels"])]
+    if found["fused_sites"]["sites"]:
+        text += ["", *_fused_lines(found["fused_sites"])]
     return text
+
+
+def _fused_lines(fused: dict[str, Any]) -> list[str]:
+    from ..kernels.states import SiteState
+
+    where = f" on {fused['device']}" if fused["device"] else ""
+    where += ", with kernels=True or --kernels" if fused["device"].startswith("metal") else ""
+    return [f"Fused sites{where}", *site_table([SiteState(**one) for one in fused["sites"]])]
 
 
 def _file_lines(found: dict[str, Any]) -> list[str]:

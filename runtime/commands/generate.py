@@ -1,11 +1,70 @@
-"""mlx_lm.generate on a specialized model. Every flag is mlx-lm's, but for --kv-config, --kernels and --tier."""
+"""mlx_lm.generate on a specialized model and straightline's loop. Every flag is mlx-lm's, but for a few of our own.
 
+--kv-config, --kernels and --tier as for `serve`; --steps N: tokens computed before one read of the host.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import StraightlineError
 from .loader import specialized, split
 
 
 def run(arguments: list[str]) -> int:
     """At the end, standard error says which path served, how often and why."""
-    wishes, rest = split(arguments, "straightline generate")
-    with specialized("mlx_lm.generate", wishes, rest) as program:
+    own = argparse.ArgumentParser(prog="straightline generate", add_help=False, allow_abbrev=False)
+    own.add_argument("--steps", type=int)
+    mine, others = own.parse_known_args(arguments)
+    if mine.steps is not None and mine.steps < 1:
+        raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
+    wishes, rest = split(others, "straightline generate")
+    with specialized("mlx_lm.generate", wishes, rest) as program, _looped(program, mine.steps):
         program.main()
     return 0
+
+
+@contextmanager
+def _looped(program: Any, steps: int | None) -> Iterator[None]:
+    """mlx-lm's program with its `stream_generate` replaced, which its `generate` looks up."""
+    plain = program.stream_generate
+    program.stream_generate = _Looped(plain, {} if steps is None else {"steps": steps})
+    try:
+        yield
+    finally:
+        program.stream_generate = plain
+
+
+class _Looped:
+    """Called as mlx-lm's `stream_generate`. What the loop does not do goes there, with a line that says so."""
+
+    def __init__(self, plain: Callable[..., Iterator[Any]], options: dict[str, Any]) -> None:
+        self.plain = plain
+        self.options = options
+
+    def __call__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompt: Any,
+        max_tokens: int = 256,
+        draft_model: Any = None,
+        input_embeddings: Any = None,
+        num_draft_tokens: int | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        from ..decoding import stream
+
+        reason = (
+            "with a draft model" if draft_model is not None else "with images" if input_embeddings is not None else ""
+        )
+        if not reason:
+            return stream(model, tokenizer, prompt, max_tokens, **options, **self.options)
+        print(f"straightline: {reason}, mlx-lm's own loop runs", file=sys.stderr)
+        if draft_model is not None:
+            options |= {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
+        if input_embeddings is not None:
+            options["input_embeddings"] = input_embeddings
+        return self.plain(model, tokenizer, prompt, max_tokens, **options)

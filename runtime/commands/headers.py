@@ -10,7 +10,7 @@ from typing import Any
 
 from ...codegen.checkpoint import SHARDS, refuse_special
 from ...codegen.spec import Spec
-from ...codegen.tensors import canonical, expected_tensors, quantization_modes
+from ...codegen.tensors import OTHER_TOWERS, canonical, expected_tensors, quantization_modes
 from ..errors import StraightlineError
 from .words import ranges, size
 
@@ -47,6 +47,12 @@ def _read(path: Path) -> Iterator[tuple[str, Header]]:
                 yield name, Header(str(entry["dtype"]), tuple(entry["shape"]), end - start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise StraightlineError(f"{path.name}: cannot be read ({error}); expected a safetensors file") from None
+
+
+def floating(headers: dict[str, Header]) -> set[str]:
+    """The floating dtypes of the text model, as MLX spells them."""
+    text = [one for name, one in headers.items() if not name.removeprefix("model.").startswith(OTHER_TOWERS)]
+    return {DTYPES[one.dtype] for one in text if one.dtype in ("BF16", "F16", "F32")}
 
 
 def summary(headers: dict[str, Header], spec: Spec, config: dict[str, Any]) -> list[str]:

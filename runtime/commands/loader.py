@@ -20,7 +20,7 @@ class Wishes:
     """What the command line says that concerns us. draft: speculation, so that caches have to roll back."""
 
     kv_config: str | None
-    kernels: bool
+    kernels: bool | None
     tier: str
     model: str | None
     draft: str | None
@@ -31,7 +31,7 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
     """Our own flags taken out of the arguments; mlx-lm's read, and left in."""
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     own.add_argument("--kv-config")
-    own.add_argument("--kernels", action="store_true")
+    own.add_argument("--kernels", action=argparse.BooleanOptionalAction)
     own.add_argument("--tier", choices=("exact", "fast"), default="exact")
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
     peek.add_argument("--model")

@@ -6,9 +6,11 @@ The report is made to be pasted into an issue. Exit code 1 if anything departs.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from .progress import progress
+from .sites import site_table
 
 HELP = "prove bit-equality on this machine, with a checkpoint or with random weights"
 
@@ -35,7 +37,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with --random (bfloat16; reduced on a CPU float32)",
     )
     parser.add_argument("--spoil", action="store_true", help="change one weight by one bit: must end with exit code 1")
-    parser.add_argument("--kernels", action="store_true", help="decode with fused kernels of straightline's own")
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="decode with fused kernels of straightline's own (default: on CUDA)",
+    )
     parser.add_argument("--json", action="store_true", help="the report for a program")
     parser.add_argument(
         "--tier",
@@ -60,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
         from .verify_tier import run as run_tier
 
         return run_tier(options)
+    from ..kernels.states import running
     from ..verification.cells import cell_count, cells
     from ..verification.control import spoil
     from ..verification.machine import describe
@@ -69,14 +76,16 @@ def run(options: argparse.Namespace) -> int:
         proof = from_checkpoint(options.checkpoint)
     else:
         proof = from_random(options.random, options.reduced, options.layers, options.dtype, options.seed)
-    if options.kernels:
-        proof = with_kernels(proof)
+    if options.kernels is not None:
+        proof = with_kernels(proof, options.kernels)
     if options.spoil:
         spoil(proof.model)
     steps = options.steps or proof.steps
     head = describe(None) | proof.facts | {"seed": str(options.seed)}
+    sites = tuple(dict.fromkeys(running(proof.model) + running(proof.quantized)))
     if not options.json:
-        print("\n".join(f"{key:<12} {value}" for key, value in head.items()) + "\n", flush=True)
+        print("\n".join(f"{key:<12} {value}" for key, value in head.items()))
+        print("\n".join(["fused sites", *site_table(sites)]) + "\n", flush=True)
     rows = []
     with progress(cell_count(proof, steps), "cell", quiet=options.json) as bar:
         for row in cells(proof, steps, options.seed):
@@ -87,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
                 sys.stdout.flush()
     departed = [row for row in rows if row.departs]
     if options.json:
-        print(json.dumps({"machine": head, "cells": [_plain(row) for row in rows], "equal": not departed}, indent=1))
+        found = {"machine": head, "fused_sites": [asdict(one) for one in sites]}
+        print(json.dumps(found | {"cells": [_plain(row) for row in rows], "equal": not departed}, indent=1))
     else:
         print(f"\n{_verdict(rows, departed)}")
     return 1 if departed else 0

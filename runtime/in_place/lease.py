@@ -6,13 +6,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..kv.growing import GrowingKVCache
+from ..kv.growing import GrowingKVCache, KVCache
 from ..kv.ring import RotatingKVCache
 from .leased import hand_over
 from .sites import InPlace
 from .slot import Clock, Slot
 
-GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, GrowingKVCache)
+GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, KVCache, GrowingKVCache)
 RINGS: tuple[type, ...] = (mlx_lm_cache.RotatingKVCache, RotatingKVCache)
 # Single tokens in a row before a lease is worth its copy of all rows: speculation seldom asks for as many.
 PATIENCE = 4

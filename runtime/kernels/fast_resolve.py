@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .ahead import Ahead
 from .attention import Attention
 from .backends import Backend, detect
 from .fast import FastAttention
@@ -98,8 +99,11 @@ def _checked(
     finding: Finding | None = known
     call: Call | None = None
     try:
-        call = make([backend.make(program) for program in programs])
-        measured = errors(site, call) if known is None else errors(site, call, (300,))
+        kernels = [backend.make(program) for program in programs]
+        call = make(kernels)
+        # The first calls: the kernels are compiled ahead where that can be.
+        first = make([Ahead(program, backend).of(one) for program, one in zip(programs, kernels, strict=True)])
+        measured = errors(site, first) if known is None else errors(site, first, (300,))
         refused = next((one.refused for one in measured if one.refused), "")
         worst = max(measured, key=lambda one: one.found)
         plain = max(one.plain for one in measured)

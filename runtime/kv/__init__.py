@@ -3,6 +3,7 @@
 | class | layout | why |
 |---|---|---|
 | RotatingKVCache | mlx-lm's ring | bit-equal to mlx-lm; can be quantized |
+| KVCache | slot = position | bit-equal to mlx-lm; can be quantized |
 | GrowingKVCache | slot = position | taking tokens back is exact as it is |
 | SlidingRollbackCache | slot = position mod capacity | a row's place does not depend on what was taken back |
 | Quantized...Cache | three plain caches of the same layout | one implementation of every behaviour |
@@ -11,7 +12,7 @@ Importing this makes them known to mlx-lm's load_prompt_cache.
 """
 
 from .files import load_cache, save_cache
-from .growing import GrowingKVCache
+from .growing import GrowingKVCache, KVCache
 from .make import make_cache, quantizable
 from .quantized import (
     BatchQuantizedGrowingCache,
@@ -25,7 +26,7 @@ from .ring import RotatingKVCache
 from .rollback import DEPTH, SlidingRollbackCache
 from .sharing import with_stand_ins
 
-# RotatingKVCache is not among them: its name is mlx-lm's, and so is the class that a saved one loads as.
+# Not KVCache and RotatingKVCache: their names are mlx-lm's, and so are the classes that saved ones load as.
 register(
     GrowingKVCache,
     SlidingRollbackCache,
@@ -41,6 +42,7 @@ __all__ = [
     "BatchQuantizedGrowingCache",
     "BatchQuantizedRingCache",
     "GrowingKVCache",
+    "KVCache",
     "QuantizedGrowingCache",
     "QuantizedRingCache",
     "QuantizedRollbackCache",

@@ -11,8 +11,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ..errors import StraightlineError
-from .make import make_cache
-from .ring import RotatingKVCache
+from .device import packing
+from .make import make_cache, quantizable
 from .rollback import DEPTH
 
 KEY = "straightline_fingerprint"
@@ -58,18 +58,15 @@ def load_cache(
                 f"{path.name}: cache {index} is {describe(cache)}; expected {describe(wanted)}, "
                 "by the kv_config, rollback and depth that load_cache was called with"
             )
-    return [_quantizable(cache) for cache in caches]
+    return quantizable(caches)
 
 
 def describe(cache: Any) -> str:
     """Class and numbers of a cache, e.g. "QuantizedRingCache(bits=4, group_size=64, max_size=1024)"."""
-    names = ("bits", "group_size", "max_size", "window", "depth")
-    numbers = ", ".join(f"{name}={getattr(cache, name)}" for name in names if hasattr(cache, name))
-    return f"{type(cache).__name__}({numbers})"
-
-
-def _quantizable(cache: Any) -> Any:
-    return RotatingKVCache.from_state(cache.state) if type(cache) is mlx_lm_cache.RotatingKVCache else cache
+    bits, group_size = packing(cache)
+    packed = {} if bits is None else {"bits": bits, "group_size": group_size}
+    sizes = {name: getattr(cache, name) for name in ("max_size", "window", "depth") if hasattr(cache, name)}
+    return f"{type(cache).__name__}({', '.join(f'{name}={value}' for name, value in (packed | sizes).items())})"
 
 
 def _fingerprint(model: Any) -> str:

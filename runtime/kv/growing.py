@@ -1,15 +1,26 @@
-"""GrowingKVCache: mlx-lm's KVCache, whose state holds the rows of its tokens and nothing else.
+"""KVCache: mlx-lm's, quantized into a cache of ours. GrowingKVCache: its state holds the rows of its tokens alone.
 
-mlx-lm's own state is the whole allocation, in which rejected tokens and zeros lie behind the last row.
+mlx-lm's own state is the whole allocation, in which rejected tokens and zeros lie behind the last row. The first is
+named as mlx-lm's, so that a saved prompt cache holds the name that plain mlx-lm knows.
 """
 
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models import cache as mlx_lm_cache
 
 
-class GrowingKVCache(KVCache):  # type: ignore[misc]
+class KVCache(mlx_lm_cache.KVCache):  # type: ignore[misc]
+    """Every token, in order, from slot 0, by mlx-lm's own code. Serves layers with full attention."""
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """The same tokens in the same slots, packed: what `mlx_lm.generate --kv-bits` asks every cache for."""
+        from .quantized import QuantizedGrowingCache
+
+        return QuantizedGrowingCache.of(self, bits=bits, group_size=group_size)
+
+
+class GrowingKVCache(KVCache):
     """Every token, in order, from slot 0. `trim(n)` is exact at any time: it moves the offset, and rows go stale.
 
     Serves layers with full attention when they roll back, and each part of a quantized one.

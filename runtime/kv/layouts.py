@@ -5,7 +5,8 @@ from typing import Any
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import StraightlineError
-from .growing import GrowingKVCache
+from .device import PLAIN_ROWS
+from .growing import GrowingKVCache, KVCache
 from .quantized import (
     BatchQuantizedGrowingCache,
     BatchQuantizedRingCache,
@@ -26,12 +27,15 @@ LAYOUTS: dict[type, tuple[str, str]] = {
     SlidingRollbackCache: ("sliding", "rollback"),
     QuantizedRollbackCache: ("sliding", "rollback"),
     mlx_lm_cache.KVCache: ("full", "growing"),
+    KVCache: ("full", "growing"),
     GrowingKVCache: ("full", "growing"),
     mlx_lm_cache.QuantizedKVCache: ("full", "growing"),
     QuantizedGrowingCache: ("full", "growing"),
     mlx_lm_cache.BatchKVCache: ("full", "batch growing"),
     BatchQuantizedGrowingCache: ("full", "batch growing"),
 }
+if PLAIN_ROWS:
+    del LAYOUTS[mlx_lm_cache.QuantizedKVCache]  # no file takes it; the monolith refuses it
 
 
 def mixed_layouts(caches: Any) -> str:
@@ -48,8 +52,19 @@ def mixed_layouts(caches: Any) -> str:
     return ""
 
 
+def packed_for_cuda(caches: Any) -> str:
+    """What is wrong with a list in which a cache hands out packed rows on CUDA; empty if none does."""
+    for index, cache in enumerate(caches or ()):
+        if type(cache) is mlx_lm_cache.QuantizedKVCache:
+            return (
+                f"cache {index} is mlx-lm's QuantizedKVCache, whose attention fails on CUDA; expected caches of "
+                "make_cache(model, kv_config)"
+            )
+    return ""
+
+
 def refuse_mixed(caches: Any) -> None:
-    """Raises StraightlineError where mlx-lm would go on with a mask that fits some layers only."""
-    reason = mixed_layouts(caches)
+    """Raises StraightlineError where mlx-lm would go on with a mask that fits some layers only, or with wrong rows."""
+    reason = mixed_layouts(caches) or (packed_for_cuda(caches) if PLAIN_ROWS else "")
     if reason:
         raise StraightlineError(reason)

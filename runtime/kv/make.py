@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
-from mlx_lm.models.cache import RotatingKVCache as PlainRing
+from mlx_lm.models import cache as mlx_lm_cache
 
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ...codegen.kv import read_kv_config
 from ...codegen.spec import Attention, Quantized, Spec
 from ..errors import StraightlineError
-from .growing import GrowingKVCache
+from .growing import GrowingKVCache, KVCache
 from .quantized import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache
 from .ring import RotatingKVCache
 from .rollback import DEPTH, SlidingRollbackCache
@@ -69,9 +68,21 @@ def caches_of(spec: Spec, depth: int = 0) -> list[Any]:
     return [_one(spec, layer, spec.kv_of(layer), depth) for layer in spec.owners]
 
 
+OURS: dict[type, Any] = {mlx_lm_cache.RotatingKVCache: RotatingKVCache, mlx_lm_cache.KVCache: KVCache}
+
+
 def quantizable(caches: list[Any]) -> list[Any]:
-    """New caches as mlx-lm makes them, its rings replaced by those that `--kv-bits` can quantize."""
-    return [RotatingKVCache(one.max_size, one.keep) if type(one) is PlainRing else one for one in caches]
+    """mlx-lm's caches as those of the same name that `--kv-bits` can quantize. They take over the rows."""
+    return [_ours(one) for one in caches]
+
+
+def _ours(cache: Any) -> Any:
+    kind = OURS.get(type(cache))
+    if kind is None:
+        return cache
+    same = kind.__new__(kind)
+    same.__dict__.update(cache.__dict__)
+    return same
 
 
 def _one(spec: Spec, layer: int, kv: Quantized | None, depth: int) -> Any:

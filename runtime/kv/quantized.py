@@ -10,16 +10,20 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, _BaseCache
 
 from ...codegen.kv import BITS, GROUP_SIZES
+from ...codegen.spec import Quantized
 from ..errors import StraightlineError
+from .device import PLAIN_ROWS, packing
 from .growing import GrowingKVCache, fresh
 from .ring import RotatingKVCache
 from .rollback import SlidingRollbackCache
 
-Rows = tuple[mx.array, mx.array, mx.array]
-
 
 class _Quantized(_BaseCache):  # type: ignore[misc]
-    """What all of them do. mlx-lm's attention knows a quantized cache by its `bits` and `group_size`."""
+    """What all of them do. stored: how its rows are packed.
+
+    mlx-lm's attention takes rows for packed if the cache has `bits` and `group_size`. So these are there where rows are
+    handed out packed, and not where they are handed out plain (device.py says why).
+    """
 
     layout: ClassVar[Any]
 
@@ -31,26 +35,35 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
             )
         if group_size not in GROUP_SIZES:
             raise StraightlineError(f"{name}: group_size is {group_size!r}; expected 32, 64 or 128")
-        self.bits = bits
-        self.group_size = group_size
+        self.stored = Quantized(bits, group_size)
+        if not PLAIN_ROWS:
+            self.bits, self.group_size = bits, group_size
         self.parts = parts
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append [B, heads, L, dim]; keys and values as what `mx.quantized_matmul` takes: packed, scales, biases.
 
         packed is uint32 [B, heads, rows, dim * bits / 32], scales and biases [B, heads, rows, dim / group_size].
+        On CUDA the rows themselves, [B, heads, rows, dim].
         """
-        k = mx.quantize(keys, self.group_size, self.bits)
-        v = mx.quantize(values, self.group_size, self.bits)
+        bits, group_size = self.stored.bits, self.stored.group_size
+        k = mx.quantize(keys, group_size, bits)
+        v = mx.quantize(values, group_size, bits)
         packed, scales, biases = self.parts
         k0, v0 = packed.update_and_fetch(k[0], v[0])
         k1, v1 = scales.update_and_fetch(k[1], v[1])
         k2, v2 = biases.update_and_fetch(k[2], v[2])
+        if PLAIN_ROWS:
+            return self._plain(k0, k1, k2), self._plain(v0, v1, v2)
         return (k0, k1, k2), (v0, v1, v2)
 
-    def keys_and_values(self) -> tuple[Rows, Rows]:
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """All rows, handed out as by update_and_fetch."""
         keys, values = zip(*(part.keys_and_values() for part in self.parts), strict=True)
-        return keys, values
+        return (self._plain(*keys), self._plain(*values)) if PLAIN_ROWS else (keys, values)
+
+    def _plain(self, packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return mx.dequantize(packed, scales, biases, self.stored.group_size, self.stored.bits)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return self.parts[0].make_mask(*args, **kwargs)
@@ -62,7 +75,7 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[int, int, list[Any]]:
         """bits, group_size, and the state of each part."""
-        return self.bits, self.group_size, [part.state for part in self.parts]
+        return self.stored.bits, self.stored.group_size, [part.state for part in self.parts]
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -104,7 +117,7 @@ class _Solo(_Quantized):
         values = _quantize(plain.values, bits, group_size)
         parts = []
         for index in range(3):
-            part = plain.__class__.__new__(plain.__class__)
+            part = cls.layout.__new__(cls.layout)
             part.__dict__.update(plain.__dict__, keys=keys[index], values=values[index])
             parts.append(part)
         cache = cls.__new__(cls)
@@ -119,8 +132,8 @@ class _Solo(_Quantized):
             _expect_same(first, cache, cls)
         batch = cls.batch
         return batch(
-            first.bits,
-            first.group_size,
+            first.stored.bits,
+            first.stored.group_size,
             [batch.layout.merge([cache.parts[index] for cache in caches]) for index in range(3)],
         )
 
@@ -206,7 +219,7 @@ class _Batch(_Quantized):
     def extract(self, idx: int) -> Any:
         """Row `idx` as a cache of one sequence."""
         rows = [part.extract(idx).state for part in self.parts]
-        return self.solo.from_state((self.bits, self.group_size, rows))
+        return self.solo.from_state((self.stored.bits, self.stored.group_size, rows))
 
     def _each(self, act: Callable[[Any], None]) -> None:
         for part in self.parts:
@@ -233,9 +246,10 @@ def _quantize(rows: mx.array | None, bits: int, group_size: int) -> tuple[Any, .
 
 def _expect_same(first: Any, other: Any, expected: type) -> None:
     found: Any = type(other)
-    if found is not expected or (other.bits, other.group_size) != (first.bits, first.group_size):
-        packing = f" of {other.bits} bits in groups of {other.group_size}" if hasattr(other, "bits") else ""
+    bits, group_size = packing(other)
+    if found is not expected or other.stored != first.stored:
+        packed = f" of {bits} bits in groups of {group_size}" if bits else ""
         raise StraightlineError(
-            f"a batch of {expected.__name__} cannot hold a {found.__name__}{packing}; expected {first.bits} bits in "
-            f"groups of {first.group_size} in every row: make all caches with the same kv_config"
+            f"a batch of {expected.__name__} cannot hold a {found.__name__}{packed}; expected {first.stored.bits} bits "
+            f"in groups of {first.stored.group_size} in every row: make all caches with the same kv_config"
         )

@@ -1,4 +1,4 @@
-"""KV sharing with quantized caches on mlx-lm's own forward, which takes a sharing layer without a cache for plain.
+"""KV sharing with packed rows on mlx-lm's own forward, which takes a sharing layer without a cache for plain.
 
 A sharing layer gets a stand-in that says the bits of its source and hands back what it is given. mlx-lm stays as it is.
 """
@@ -45,7 +45,7 @@ def owned(caches: list[Any], owners: int) -> list[Any]:
 
 
 def with_stand_ins(caches: Any, sources: list[int]) -> Any:
-    """The caches, one for each layer if some are quantized and some layers share; unchanged otherwise.
+    """The caches, one for each layer if some hand out packed rows and some layers share; unchanged otherwise.
 
     sources: for each layer, the layer whose keys and values it reads (mlx-lm's `previous_kvs`).
     """

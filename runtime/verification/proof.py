@@ -12,7 +12,6 @@ import mlx.core as mx
 from ...codegen.config import read_arguments
 from ..commands.subject import Subject, published, published_kv_config, read_folder
 from ..errors import StraightlineError
-from ..kernels import report
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
 from ..registry import load_generated
@@ -72,13 +71,11 @@ def from_random(name: str, reduce: bool | None, layers: int | None, dtype: str |
     return _proof(oracle, plain, quantized, kv_config, FEW_STEPS if reduce else STEPS, facts)
 
 
-def with_kernels(proof: Proof) -> Proof:
-    """The same, decoding with fused kernels where they are exact here."""
-    model = specialize(proof.model, strict=True, kernels=True)
-    quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=True)
-    states = [state for state, _ in report().values()]
-    sites = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return replace(proof, model=model, quantized=quantized, facts=proof.facts | {"fused sites": sites})
+def with_kernels(proof: Proof, kernels: bool) -> Proof:
+    """The same, decoding with fused kernels where they are exact here, or without."""
+    model = specialize(proof.model, strict=True, kernels=kernels)
+    quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=kernels)
+    return replace(proof, model=model, quantized=quantized)
 
 
 def _packaged(subject: Subject, model: Any, oracle: Any, steps: int) -> Proof:

@@ -10,18 +10,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.models import gemma4, gemma4_text
 
 GROUP_SIZE = 64
-BITS = 4  # the router 8, by mlx-lm's own quant_predicate
+BITS = "4"  # the router 8, by mlx-lm's own quant_predicate
+MIXED = "mixed"  # 4 bits, and 8 where mlx-lm's mixed recipes give more than the least
 
 
-def build(config: dict[str, Any], dtype: mx.Dtype, seed: int = 7) -> tuple[Any, Any]:
+def build(config: dict[str, Any], dtype: mx.Dtype, seed: int = 7, bits: str = BITS) -> tuple[Any, Any]:
     """Two models of a config.json (nested or flat) over the same arrays, no parameter of them at its initial value.
 
-    One is for straightline; the other is mlx-lm's alone.
+    One is for straightline; the other is mlx-lm's alone. bits: a number, or "mixed".
     """
-    model, oracle = skeleton(config), skeleton(config)
+    model, oracle = skeleton(config, bits), skeleton(config, bits)
     mx.random.seed(seed)
     for name, module in model.named_modules():
         old = {key: value for key, value in module.items() if isinstance(value, mx.array) and not key.startswith("_")}
@@ -38,19 +40,19 @@ def build(config: dict[str, Any], dtype: mx.Dtype, seed: int = 7) -> tuple[Any, 
     return model, oracle
 
 
-def skeleton(config: dict[str, Any]) -> Any:
+def skeleton(config: dict[str, Any], bits: str = BITS) -> Any:
     """mlx-lm's model, quantized, all arrays lazy."""
     module = gemma4 if "text_config" in config else gemma4_text
     model: Any = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
-    chosen = model.quant_predicate
-    nn.quantize(
-        model,
-        GROUP_SIZE,
-        BITS,
-        class_predicate=lambda path, one: (
-            hasattr(one, "to_quantized") and one.weight.shape[-1] % GROUP_SIZE == 0 and chosen(path, one)
-        ),
-    )
+    own, mixed = model.quant_predicate, mixed_quant_predicate_builder("mixed_4_6", model)
+
+    def chosen(path: str, one: Any) -> Any:
+        if not hasattr(one, "to_quantized") or one.weight.shape[-1] % GROUP_SIZE:
+            return False
+        more = bits == MIXED and mixed(path, one)["bits"] > 4
+        return {"group_size": GROUP_SIZE, "bits": 8} if more else own(path, one)
+
+    nn.quantize(model, GROUP_SIZE, 4 if bits == MIXED else int(bits), class_predicate=chosen)
     model.eval()
     return model
 

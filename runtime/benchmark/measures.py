@@ -1,0 +1,60 @@
+"""Numbers from a graph, from a list of times and from the device."""
+
+import io
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+MOVED = {True: 1 << 31, False: 1 << 28}  # bytes of the array that shows the bandwidth, on a GPU and not
+TRIES = 9
+
+
+class Spread(NamedTuple):
+    """The quartiles of some numbers."""
+
+    low: float
+    median: float
+    high: float
+
+
+def spread(numbers: list[float]) -> Spread:
+    if len(numbers) < 2:
+        return Spread(numbers[0], numbers[0], numbers[0])
+    return Spread(*statistics.quantiles(numbers, n=4, method="inclusive"))
+
+
+def count_primitives(outputs: list[mx.array]) -> int:
+    """How many primitives the graph of arrays that are not evaluated yet asks for."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs)
+    return len(re.findall(r"shape\s*=\s*rectangle", text.getvalue()))
+
+
+def bandwidth() -> tuple[float, str]:
+    """Bytes per second of the device's memory, and how it was found: the faster of reading, and reading and writing."""
+    size = MOVED[mx.default_device().type == mx.DeviceType.gpu]
+    array = mx.zeros((size // 4,), dtype=mx.float32)
+    mx.eval(array)
+    copied, read = _median_seconds(lambda one: one + 1, array), _median_seconds(mx.max, array)
+    rate, how = max((2 * size / copied, "copy"), (size / read, "maximum"))
+    return rate, f"{how} of {size >> 20} MiB"
+
+
+def _median_seconds(act: Callable[[mx.array], mx.array], array: mx.array) -> float:
+    seconds = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        mx.eval(act(array))
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def same_bytes(found: mx.array, expected: mx.array) -> bool:
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    unsigned = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[expected.dtype.size]
+    return bool(mx.array_equal(found.view(unsigned), expected.view(unsigned)).item())

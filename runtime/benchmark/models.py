@@ -1,0 +1,138 @@
+"""The two models of a benchmark over the same arrays: mlx-lm's own, and the specialized one."""
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from ...codegen.config import read_arguments, read_json
+from ...codegen.kv import read_kv_config, uniform_kv_config
+from ...codegen.spec import Spec
+from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..errors import StraightlineError
+from ..kernels import report
+from ..loading import find_folder, load_model
+from ..model import specialize, text_model
+from ..verification.proof import _on_gpu, _render
+from ..verification.random_model import build, size_in_gb
+from ..verification.smaller import reduced
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the models are to be. kv_config: a file, "auto" or None; tier: as `specialize` takes it."""
+
+    kv_config: str | None
+    kv_bits: int | None
+    kernels: bool | None
+    tier: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """oracle: mlx-lm's. model: specialized. own_bytes: what specializing holds beside the weights that both share."""
+
+    oracle: Any
+    model: Any
+    spec: Spec
+    kv_config: list[dict[str, int]] | None
+    own_bytes: int
+    facts: dict[str, str]
+
+
+def from_checkpoint(where: str, wish: Wish) -> Pair:
+    """Its own weights, held once."""
+    folder = find_folder(where)
+    subject = read_folder(folder, folder.resolve().name)
+    kv_config = _kv_config(subject, wish)
+    model, _ = load_model(folder)
+    oracle, _ = load_model(folder, lazy=True)
+    return pair_of(model, oracle, None, kv_config, wish, {"model": f"the checkpoint {subject.name}"})
+
+
+def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
+    """reduce: to toy widths; None for on a CPU only. bits: "4", "8" or "mixed".
+
+    Raises StraightlineError if a file has to be rendered and cannot be.
+    """
+    subject = published(name)
+    reduce = not _on_gpu() if reduce is None else reduce
+    dtype = mx.float32 if reduce and not _on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
+    config = reduced(subject.config) if reduce else subject.config
+    kv_config = _kv_config(subject, wish)
+    file = _render(config, kv_config) if reduce else None
+    model, oracle = build(config, dtype, bits=bits)
+    widths = ", reduced to toy widths" if reduce else ""
+    facts = {"model": f"{name}{widths}, random weights of {bits} bits"}
+    return pair_of(model, oracle, file, kv_config, wish, facts)
+
+
+def pair_of(
+    model: Any,
+    oracle: Any,
+    file: ModuleType | None,
+    kv_config: list[dict[str, int]] | None,
+    wish: Wish,
+    facts: dict[str, str],
+) -> Pair:
+    oracle.update(model.parameters())
+    before = _held()
+    started = time.perf_counter()
+    tier: dict[str, Any] = {} if wish.tier == "exact" else {"tier": wish.tier}
+    specialized = specialize(model, file, strict=True, kernels=wish.kernels, **tier)
+    seconds = time.perf_counter() - started
+    # Joined projections are views of new arrays: without this, the oracle alone would keep the old ones alive.
+    oracle.update(specialized.parameters())
+    del model
+    spec = read_arguments(text_model(oracle).args)
+    dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
+    states = [state for state, _ in report().values()]
+    facts |= {
+        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
+        f"{size_in_gb(oracle):.2f} GB",
+        "specialize": f"{seconds:.1f} s",
+        "one token": specialized.dispatch.decode_reason or "by decode",
+        "fused sites": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none",
+        "tier": wish.tier,
+    }
+    if kv_config is not None:
+        facts["K/V"] = _words(kv_config)
+        spec = spec.with_kv(read_kv_config(kv_config, spec))
+    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), facts)
+
+
+def _held() -> int:
+    """Bytes of arrays that are alive, nothing of them garbage."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def _kv_config(subject: Subject, wish: Wish) -> list[dict[str, int]] | None:
+    """Refused here, before weights are built, if it does not fit the model."""
+    spec = subject.spec.with_kv(())
+    if wish.kv_bits is not None:
+        found: Any = uniform_kv_config(spec, wish.kv_bits)
+    elif wish.kv_config is None:
+        return None
+    elif wish.kv_config == AUTO:
+        found = subject.kv_config or (published_kv_config(spec) or ("", None))[1]
+        if found is None:
+            raise StraightlineError(f"{subject.name}: has no kv_config.json of its own; name a file in place of auto")
+    else:
+        found = read_json(Path(wish.kv_config))
+    read_kv_config(found, spec)
+    return list(found)
+
+
+def _words(kv_config: list[dict[str, int]]) -> str:
+    bits = [entry["bits"] for entry in kv_config if entry["bits"]]
+    counts = ", ".join(f"{bits.count(one)} of {one} bits" for one in sorted(set(bits)))
+    return f"{counts}, the other layers plain" if counts else "plain"

@@ -1,0 +1,174 @@
+"""One cell after the other: bits compared, then short rounds that take turns, then memory, one side at a time."""
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+
+from .calls import Blocks, Parts, Prompt, ids
+from .cells import Cell
+from .measures import same_bytes, spread
+from .models import Pair
+from .rows import Row
+from .sides import Side, blamed, fill, sides
+from .traffic import bytes_read
+
+SINGLE = 15  # calls by themselves, for build, dispatch and wait
+FEWEST = 3  # rounds, whatever the budget
+SHARES = 10  # rounds that a budget is cut into
+FOR_ROUNDS = 0.75  # of a budget
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps: compared first. tokens: calls of a round, at most. rounds: without a budget. seconds: budget of a cell."""
+
+    steps: int
+    tokens: int
+    rounds: int
+    seconds: float | None
+
+
+class Bench:
+    """All cells of one pair of models. bandwidth: bytes a second of the device."""
+
+    def __init__(self, pair: Pair, plan: Plan, forward: bool, tier: str, bandwidth: float) -> None:
+        self.pair = pair
+        self.plan = plan
+        self.sides = sides(pair, forward)
+        self.by_choice = tier != "exact"
+        self.bandwidth = bandwidth
+        self.filled: dict[str, list[Any]] = {}
+        self.held = 0
+        self._filled_for: tuple[int, int] | None = None
+
+    def rows(self, cell: Cell) -> list[Row]:
+        """One a side; one that says why, if the cell cannot be run."""
+        try:
+            return self._rows(cell)
+        except Exception as error:  # the other cells may still tell something
+            self._let_go()
+            return [Row(cell, "".join(getattr(error, "__notes__", [])) or "none", problem=_first_line(error))]
+
+    def _rows(self, cell: Cell) -> list[Row]:
+        calls = self._prompt(cell) if cell.prefill else self._blocks(cell)
+        started = time.perf_counter()
+        departs, compared = self._compare(calls)
+        seconds = self._rounds(calls, started)
+        rows = []
+        for side in self.sides:
+            with blamed(side):
+                row = Row(cell, side.name, departs=departs[side.name], compared=compared)
+                rows.append(self._measured(row, calls, side, seconds))
+        return rows
+
+    def _measured(self, row: Row, calls: Blocks | Prompt, side: Side, seconds: dict[str, list[float]]) -> Row:
+        mine, base = seconds[side.name], seconds[self.sides[0].name]
+        tries = SINGLE if self.plan.seconds is None else max(3, min(SINGLE, int(0.1 * self.plan.seconds / mine[0])))
+        parts = list(islice(calls.parts(side), tries))
+        tokens, read = row.cell.tokens, (
+            None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
+        )
+        counted = not row.departs or self.by_choice
+        return replace(
+            row,
+            by_choice=bool(row.departs) and self.by_choice,
+            ratio=spread([theirs / own for own, theirs in zip(mine, base, strict=True)]) if counted else None,
+            best_over_best=min(base) / min(mine) if counted else None,
+            rate=spread([tokens / one for one in mine]),
+            best=tokens / min(mine),
+            rounds=len(mine),
+            primitives=calls.primitives(side),
+            parts=Parts(*(spread(list(column)).median for column in zip(*parts, strict=True))) if parts else None,
+            bytes_read=read,
+            share=None if read is None else read / spread(mine).median / self.bandwidth,
+            peak=self._peak(calls, side),
+        )
+
+    def _peak(self, calls: Blocks | Prompt, side: Side) -> int:
+        """As if the side were alone: without the filled caches that rounds start from, and mlx-lm's without ours."""
+        gc.collect()
+        own = self.pair.own_bytes if side is self.sides[0] else 0
+        return calls.peak(side) - self.held - own
+
+    def _compare(self, calls: Blocks | Prompt) -> tuple[dict[str, str], int]:
+        """Where each side departs from mlx-lm, or empty; and how many steps were compared."""
+        departs = {side.name: "" for side in self.sides}
+        compared = 0
+        for step, found in enumerate(calls.walk(self.sides, self.plan.steps)):
+            for side in self.sides:
+                with blamed(side):
+                    mx.eval(list(found[side.name].values()))
+                if not departs[side.name]:
+                    departs[side.name] = _departure(found[self.sides[0].name], found[side.name], step)
+            compared += 1
+        return departs, compared
+
+    def _rounds(self, calls: Blocks | Prompt, started: float) -> dict[str, list[float]]:
+        """Seconds of a call, for each side one number a round. The order changes with every round."""
+        once = {side.name: _timed(calls, side, 1) for side in self.sides}  # warms up what is timed
+        steps, until = self.plan.tokens, None
+        if self.plan.seconds is not None:
+            until = started + FOR_ROUNDS * self.plan.seconds
+            left = max(0.0, until - time.perf_counter())
+            steps = max(1, min(steps, int(left / SHARES / sum(once.values()))))
+        if isinstance(calls, Prompt):
+            steps = 1
+        seconds: dict[str, list[float]] = {side.name: [] for side in self.sides}
+        done = 0
+        while done < FEWEST or (done < self.plan.rounds if until is None else time.perf_counter() < until):
+            turn = done % len(self.sides)
+            for side in self.sides[turn:] + self.sides[:turn]:
+                seconds[side.name].append(_timed(calls, side, steps))
+            done += 1
+        return seconds
+
+    def _blocks(self, cell: Cell) -> Blocks:
+        if self._filled_for != (cell.context, cell.batch):
+            self._let_go()
+            before = _alive()
+            prompt = ids(cell.batch, cell.context, self.pair.spec.vocab_size)
+            for side in self.sides:
+                with blamed(side):
+                    caches = side.caches()
+                    fill(side, prompt, caches)
+                    self.filled[side.name] = caches
+            self.held = _alive() - before
+            self._filled_for = (cell.context, cell.batch)
+        return Blocks(cell, self.pair.spec.vocab_size, self.filled)
+
+    def _prompt(self, cell: Cell) -> Prompt:
+        self._let_go()
+        return Prompt(cell, self.pair.spec.vocab_size)
+
+    def _let_go(self) -> None:
+        self.filled, self.held, self._filled_for = {}, 0, None
+        gc.collect()
+        mx.clear_cache()
+
+
+def _timed(calls: Blocks | Prompt, side: Side, steps: int) -> float:
+    with blamed(side):
+        return calls.seconds(side, steps)
+
+
+def _departure(expected: dict[str, mx.array], found: dict[str, mx.array], step: int) -> str:
+    """The first output whose bytes differ: "step 3: tap 17"."""
+    different = (name for name in expected if name not in found or not same_bytes(found[name], expected[name]))
+    name = next(different, "")
+    return f"step {step}: {name}" if name else ""
+
+
+def _alive() -> int:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line if type(error).__name__ in ("StraightlineError", "RuntimeError") else f"{type(error).__name__}: {line}"

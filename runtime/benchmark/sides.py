@@ -1,0 +1,137 @@
+"""The sides of a race: mlx-lm's model, what a call of the specialized model runs, and the file's `forward` by itself.
+
+Each side fills and owns its caches, as its users' code would make them.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..kv import make_cache, with_stand_ins
+from ..model import text_model
+from ..monolith import call_text_model
+from ..taps import HiddenTap, no_tap
+from .cells import CHUNK
+from .models import Pair
+
+MLX_LM, FORWARD, STRAIGHTLINE = "mlx-lm", "forward", "straightline"
+Call = Callable[[mx.array, list[Any], HiddenTap | None], mx.array]
+
+
+@dataclass(frozen=True)
+class Side:
+    """call: token ids [B, L], caches, a tap or None, to logits [B, L, vocabulary]. caches: new ones, for `call`."""
+
+    name: str
+    call: Call
+    caches: Callable[[], list[Any]]
+
+
+def sides(pair: Pair, forward: bool) -> list[Side]:
+    """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included."""
+    found = [Side(MLX_LM, _mlx_lm(pair.oracle), lambda: _stood_in(pair))]
+    if forward:
+        found.append(Side(FORWARD, _forward(pair.model), lambda: make_cache(pair.model, pair.kv_config)))
+    model = pair.model
+    found.append(
+        Side(
+            STRAIGHTLINE,
+            lambda ids, caches, tap: model(ids, cache=caches, tap=tap),
+            lambda: make_cache(model, pair.kv_config),
+        )
+    )
+    return found
+
+
+@contextmanager
+def blamed(side: Side) -> Iterator[None]:
+    """An error that leaves this block has the name of the side as its note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(side.name)
+        raise
+
+
+def _mlx_lm(oracle: Any) -> Call:
+    text, sentinel = text_model(oracle), len(oracle.layers)
+
+    def call(ids: mx.array, caches: list[Any], tap: HiddenTap | None) -> mx.array:
+        if tap is None:
+            logits: mx.array = oracle(ids, cache=caches)
+            return logits
+        return call_text_model(text, ids, tap.begin(sentinel, ids.shape[1]), cache=caches)
+
+    return call
+
+
+def _stood_in(pair: Pair) -> list[Any]:
+    """mlx-lm's own caches; where K/V are quantized, straightline's, which mlx-lm's forward takes too."""
+    if pair.kv_config is None:
+        own: list[Any] = pair.oracle.make_cache()
+        return own
+    made = with_stand_ins(make_cache(pair.oracle, pair.kv_config), text_model(pair.oracle)["model"].previous_kvs)
+    return list(made)
+
+
+def _forward(model: Any) -> Call:
+    def call(ids: mx.array, caches: list[Any], tap: HiddenTap | None) -> mx.array:
+        bound = model._bound
+        route, reason = bound.route(caches)
+        if route is None:
+            raise ValueError(reason)
+        hook = no_tap if tap is None else tap.begin(bound.sentinel, ids.shape[1])
+        logits: mx.array = route.forward(bound.weights, ids, caches, hook)
+        return logits
+
+    return call
+
+
+def read_prompt(side: Side, ids: mx.array, caches: list[Any], tap: HiddenTap | None = None) -> mx.array:
+    """The logits [B, 1, vocabulary] of the last of the ids [B, N], by mlx_lm.generate's way: in chunks, then one token.
+
+    Evaluated, and so are the caches and what was tapped of each chunk.
+    """
+    before = ids.shape[1] - 1
+    fill(side, ids[:, :before], caches, tap)
+    logits = side.call(ids[:, before:], caches, tap)
+    mx.eval(logits, states(caches), _kept(tap))
+    return logits
+
+
+def fill(side: Side, ids: mx.array, caches: list[Any], tap: HiddenTap | None = None) -> None:
+    """The ids [B, N] in chunks, for what they leave in the caches."""
+    for start in range(0, ids.shape[1], CHUNK):
+        side.call(ids[:, start : start + CHUNK], caches, tap)
+        mx.eval(states(caches), _kept(tap))
+
+
+def copied(caches: list[Any]) -> list[Any]:
+    """The same caches with arrays of their own: a side may write into its caches in place."""
+    copies = copy.deepcopy(caches)
+    for cache in copies:
+        for part in [cache, *getattr(cache, "parts", [])]:
+            for name, value in vars(part).items():
+                if isinstance(value, mx.array):
+                    setattr(part, name, _own(value))
+    mx.eval(states(copies))
+    return copies
+
+
+def _own(array: mx.array) -> mx.array:
+    """The same bits in new memory."""
+    bits: mx.array = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]) + 0
+    own: mx.array = bits.view(array.dtype)
+    return own
+
+
+def states(caches: list[Any]) -> list[Any]:
+    return [cache.state for cache in caches if hasattr(cache, "state")]
+
+
+def _kept(tap: HiddenTap | None) -> list[mx.array]:
+    return [] if tap is None else list(tap.captured.values())

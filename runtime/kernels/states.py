@@ -1,0 +1,69 @@
+"""How each fused site of a model runs here, and how it would in a new process, by what earlier ones remembered."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from .backends import Backend, detect
+from .memory import key, recall
+from .program import Unsupported
+from .resolve import DTYPE, report
+from .site import Site
+
+
+@dataclass(frozen=True)
+class SiteState:
+    """name: as the generated file spells it. site: with its sizes.
+
+    state: "kernel", "written out", "plain"; of a process to come also "off" and "not checked yet". reason: why, or "".
+    """
+
+    name: str
+    site: str
+    state: str
+    reason: str
+
+
+def running(model: Any) -> tuple[SiteState, ...]:
+    """Each site of a specialized model as it was chosen in this process."""
+    chosen = report()
+    files = model._bound.files if model._bound.routes else ()
+    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in sites_of(files) if site in chosen)
+
+
+def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:
+    """Each site of these files as it would run with kernels. Compiles and computes nothing."""
+    backend = detect()
+    return tuple(SiteState(name, repr(site), *_expected(site, dtype, backend)) for name, site in sites_of(files))
+
+
+def sites_of(files: Iterable[ModuleType]) -> tuple[tuple[str, Site], ...]:
+    """Name and site, in the order of the files, each pair once."""
+    pairs = ((name.lower(), site) for file in files for name, site in vars(file).items() if isinstance(site, Site))
+    return tuple(dict.fromkeys(pairs))
+
+
+def _expected(site: Site, dtype: mx.Dtype, backend: Backend) -> tuple[str, str]:
+    if not backend.name:
+        return "plain", backend.reason
+    if dtype != DTYPE:
+        return "plain", f"{str(dtype).rpartition('.')[2]}: kernels are for bfloat16"
+    if site.form(backend.name) is not None:
+        return "written out", "if it is exact, which every load checks"
+    try:
+        found = recall(key(backend, site.program(backend.name), site))
+    except Unsupported as error:
+        return "plain", str(error)
+    if found is None:
+        return "not checked yet", ""
+    if found.state != "checking":
+        return ("kernel" if found.state == "kernel" else "off"), found.reason
+    if not found.died:
+        return "not checked yet", "another process is checking it"
+    deaths = found.deaths + 1
+    return (
+        ("off", "two processes died while they checked it") if deaths > 1 else ("not checked yet", "one process died")
+    )
