@@ -462,7 +462,7 @@ def test_a_float32_twin_leaves_the_model_alone() -> None:
 @pytest.mark.parametrize("shape", [(8, 1, 256), (8, 2, 512), (16, 1, 512), (16, 8, 256), (32, 4, 512), (6, 2, 256)])
 def test_texts_are_whole(shape: tuple[int, int, int], bits: int, whole: bool) -> None:
     site = FastAttention(*shape, bits, 64 if bits else 0, whole)
-    programs = (site.program("cuda"), *site.in_parts("cuda", site.cut))
+    programs = (site.program("cuda"), *site.in_parts("cuda", site.long_cut))
     assert len({program.digest for program in programs}) == 3
     for program in programs:
         assert program.text.count("{") == program.text.count("}")
@@ -473,7 +473,8 @@ def test_texts_are_whole(shape: tuple[int, int, int], bits: int, whole: bool) ->
         for name in (*program.inputs, *program.outputs):
             assert name in program.source
     assert programs[0].lines * site.cut.heads == site.heads
-    assert site.repeats % site.cut.heads == 0 and site.head_dim % MERGED == 0
+    assert programs[1].lines * site.long_cut.heads == site.heads
+    assert site.repeats % site.cut.heads == site.repeats % site.long_cut.heads == site.head_dim % MERGED == 0
     assert not any(program.contiguous for program in programs[:2])
     assert f"CLUSTER = {CLUSTER};" in programs[0].text and "__cluster_dims__" not in programs[1].text
     assert ("min(rows[0], " in programs[0].source) == whole

@@ -19,11 +19,15 @@ MERGERS = 4
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut: query heads a block, threads a block, rows that a warp takes at a time."""
+    """How the work is cut: query heads a block, threads a block, rows that a warp takes at a time.
+
+    ahead: the next rows are on their way while these are worked on.
+    """
 
     heads: int
     threads: int
     rows: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,18 @@ class FastAttention(Site):
 
     @property
     def cut(self) -> Cut:
-        """As measured on an H200; see docs/fast-tier.md."""
-        heads = next(count for count in (4, 2, 1) if self.repeats % count == 0)
+        """For one launch, whose blocks are few: enough of them first. As measured on an H200; docs/fast-tier.md."""
+        heads = next(
+            count
+            for count in (4, 2, 1)
+            if count == 1 or (not self.repeats % count and self.heads * CLUSTER >= 64 * count)
+        )
+        return Cut(heads, 256, 4 if heads * self.head_dim <= 1024 else 2)
+
+    @property
+    def long_cut(self) -> Cut:
+        """For two launches, with blocks enough: each row for as many heads as it can be read for at once."""
+        heads = next(count for count in (4, 2, 1) if not self.repeats % count)
         return Cut(heads, 256, 4 if heads * self.head_dim <= 1024 else 2)
 
     def program(self, backend: str) -> Program:
@@ -116,7 +130,7 @@ class FastAttention(Site):
     def _constants(self, cut: Cut) -> tuple[tuple[str, int | float], ...]:
         return (
             *(("HEAD_DIM", self.head_dim), ("REPEATS", self.repeats), ("GROUP", cut.heads), ("TAKEN", cut.rows)),
-            ("BLOCK", cut.threads),
+            *(("BLOCK", cut.threads), ("AHEAD", cut.ahead)),
             *((("BITS", self.bits), ("GROUP_SIZE", self.group_size)) if self.bits else ()),
         )
 

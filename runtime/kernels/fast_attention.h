@@ -38,48 +38,54 @@ DEVICE float head_sum(float x) {
   return x;
 }
 
-DEVICE void fast_attention(
-    const T* q, Rows keys, Rows values, int count, Out out, float* spare, float* stats, float* ends, Place here) {
-  const int lane = here.tid & 31, warp = here.tid >> 5;
-  const int head = here.row * GROUP;
-  const int share = ((count + int(gridDim.x) - 1) / int(gridDim.x) + TAKEN - 1) / TAKEN * TAKEN;
-  const int from = here.block * share, to = min(count, from + share);
-  keys.enter(head / REPEATS, lane);
-  values.enter(head / REPEATS, lane);
+// TAKEN rows of keys and of values, as they lie in memory.
+struct Taken {
+  Rows::Raw keys[TAKEN][CHUNKS], values[TAKEN][CHUNKS];
 
-  float query[GROUP][HELD], held[GROUP][HELD];
-  UNROLL
-  for (int g = 0; g < GROUP; g++) {
-    UNROLL
-    for (int c = 0; c < CHUNKS; c++) {
-      const Vec read_values = read(q + (head + g) * HEAD_DIM + c * CHUNK, lane);
-      UNROLL
-      for (int i = 0; i < READS; i++) {
-        query[g][c * READS + i] = wide(read_values.v[i]);
-        held[g][c * READS + i] = 0.0f;
-      }
-    }
-  }
-  // Of the head and the row whose score this lane ends up with.
-  const int mine = lane * SCORES / 32, row_of_mine = mine % TAKEN;
-  float highest = LEAST, sum = 0.0f;
-
-  for (int row = from + warp * TAKEN; row < to; row += WARPS * TAKEN) {
-    Rows::Raw k[TAKEN][CHUNKS], v[TAKEN][CHUNKS];
+  // Rows from `to` on are read as the last one before it, and weigh nothing.
+  DEVICE void load(const Rows& k, const Rows& v, int row, int to) {
     UNROLL
     for (int r = 0; r < TAKEN; r++) {
       const int at = min(row + r, to - 1);
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) k[r][c] = keys.load(at, c);
+      for (int c = 0; c < CHUNKS; c++) keys[r][c] = k.load(at, c);
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) v[r][c] = values.load(at, c);
+      for (int c = 0; c < CHUNKS; c++) values[r][c] = v.load(at, c);
     }
+  }
+};
+
+// What one warp has found: held is a lane's part of the weighted sums; highest and sum, of the head and the one row of
+// each TAKEN whose score it ends up with.
+struct Found {
+  float query[GROUP][HELD], held[GROUP][HELD];
+  float highest, sum;
+
+  DEVICE void start(const T* q, int lane) {
+    UNROLL
+    for (int g = 0; g < GROUP; g++) {
+      UNROLL
+      for (int c = 0; c < CHUNKS; c++) {
+        const Vec part = read(q + g * HEAD_DIM + c * CHUNK, lane);
+        UNROLL
+        for (int i = 0; i < READS; i++) {
+          query[g][c * READS + i] = wide(part.v[i]);
+          held[g][c * READS + i] = 0.0f;
+        }
+      }
+    }
+    highest = LEAST;
+    sum = 0.0f;
+  }
+
+  // The first `rows` of them.
+  DEVICE void add(const Taken& taken, int rows, int lane) {
     float scores[SCORES];
     UNROLL
     for (int r = 0; r < TAKEN; r++) {
       float x[HELD];
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) Rows::widen(k[r][c], x + c * READS);
+      for (int c = 0; c < CHUNKS; c++) Rows::widen(taken.keys[r][c], x + c * READS);
       UNROLL
       for (int g = 0; g < GROUP; g++) {
         float dot = 0.0f;
@@ -89,7 +95,7 @@ DEVICE void fast_attention(
       }
     }
     float score = LOG2_E * spread_sum<SCORES, 16>(scores, lane);
-    if (row + row_of_mine >= to) score = LEAST;
+    if (lane * SCORES / 32 % TAKEN >= rows) score = LEAST;
     const float higher = fmaxf(highest, head_max(score));
     const float shrunk = exp2f(highest - higher), weight = exp2f(score - higher);
     highest = higher;
@@ -104,7 +110,7 @@ DEVICE void fast_attention(
     for (int r = 0; r < TAKEN; r++) {
       float x[HELD];
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) Rows::widen(v[r][c], x + c * READS);
+      for (int c = 0; c < CHUNKS; c++) Rows::widen(taken.values[r][c], x + c * READS);
       UNROLL
       for (int g = 0; g < GROUP; g++) {
         const float factor = __shfl_sync(LANES, weight, (g * TAKEN + r) * 32 / SCORES);
@@ -113,12 +119,39 @@ DEVICE void fast_attention(
       }
     }
   }
+};
+
+DEVICE void fast_attention(
+    const T* q, Rows keys, Rows values, int count, Out out, float* spare, float* stats, float* ends, Place here) {
+  const int lane = here.tid & 31, warp = here.tid >> 5;
+  const int head = here.row * GROUP;
+  const int share = ((count + int(gridDim.x) - 1) / int(gridDim.x) + TAKEN - 1) / TAKEN * TAKEN;
+  const int from = here.block * share, to = min(count, from + share);
+  keys.enter(head / REPEATS, lane);
+  values.enter(head / REPEATS, lane);
+
+  Found found;
+  found.start(q + head * HEAD_DIM, lane);
+  int row = from + warp * TAKEN;
+  Taken taken;
+  if (AHEAD && row < to) taken.load(keys, values, row, to);
+  for (; row < to; row += WARPS * TAKEN) {
+    if (AHEAD) {
+      Taken next;
+      if (row + WARPS * TAKEN < to) next.load(keys, values, row + WARPS * TAKEN, to);
+      found.add(taken, to - row, lane);
+      taken = next;
+    } else {
+      taken.load(keys, values, row, to);
+      found.add(taken, to - row, lane);
+    }
+  }
 
   // The warps of the block: first to one highest score, then added up in pairs, always in the same order.
-  sum = head_sum(sum);
+  const float sum = head_sum(found.sum);
   float *most = stats, *sums = stats + WARPS * GROUP;
   if (lane % (32 / GROUP) == 0) {
-    most[warp * GROUP + lane * GROUP / 32] = highest;
+    most[warp * GROUP + lane * GROUP / 32] = found.highest;
     sums[warp * GROUP + lane * GROUP / 32] = sum;
   }
   barrier();
@@ -129,7 +162,7 @@ DEVICE void fast_attention(
     for (int w = 0; w < WARPS; w++) best = fmaxf(best, most[w * GROUP + g]);
     const float factor = exp2f(most[warp * GROUP + g] - best);
     UNROLL
-    for (int i = 0; i < HELD; i++) held[g][i] *= factor;
+    for (int i = 0; i < HELD; i++) found.held[g][i] *= factor;
     if (here.tid == 0) {
       float total = 0.0f;
       for (int w = 0; w < WARPS; w++) total += sums[w * GROUP + g] * exp2f(most[w * GROUP + g] - best);
@@ -142,12 +175,12 @@ DEVICE void fast_attention(
     float* place = spare + (warp % half) * GROUP * HEAD_DIM + lane;
     if (warp >= half && warp < 2 * half) {
       UNROLL
-      for (int i = 0; i < GROUP * HELD; i++) place[32 * i] = held[i / HELD][i % HELD];
+      for (int i = 0; i < GROUP * HELD; i++) place[32 * i] = found.held[i / HELD][i % HELD];
     }
     barrier();
     if (warp < half) {
       UNROLL
-      for (int i = 0; i < GROUP * HELD; i++) held[i / HELD][i % HELD] += place[32 * i];
+      for (int i = 0; i < GROUP * HELD; i++) found.held[i / HELD][i % HELD] += place[32 * i];
     }
     barrier();
   }
@@ -155,7 +188,7 @@ DEVICE void fast_attention(
     UNROLL
     for (int i = 0; i < GROUP * HELD; i++) {
       const int c = i % HELD / READS, within = i % READS;
-      spare[i / HELD * HEAD_DIM + c * CHUNK + lane * READS + within] = held[i / HELD][i % HELD];
+      spare[i / HELD * HEAD_DIM + c * CHUNK + lane * READS + within] = found.held[i / HELD][i % HELD];
     }
   }
   barrier();

@@ -19,7 +19,7 @@ from .resolve import DTYPE, first_lines
 from .site import Call, Site
 
 # Rows up to which one launch is used. Measured on an H200; see docs/fast-tier.md.
-ONE_LAUNCH = 4096
+ONE_LAUNCH = 2048
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _choose(site: FastAttention, dtype: mx.Dtype, backend: Backend) -> Fast:
     if dtype != DTYPE:
         return Fast(None, f"{str(dtype).rpartition('.')[2]}: the fast attention is for bfloat16")
     try:
-        one, two = site.in_cluster(backend.name, site.cut), site.in_parts(backend.name, site.cut)
+        one, two = site.in_cluster(backend.name, site.cut), site.in_parts(backend.name, site.long_cut)
     except Unsupported as error:
         return Fast(None, str(error))
     short, why_short = _checked(site, backend, (one,), lambda kernels: clustered(site, one, kernels[0]))

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("STRAIGHTLINE_CACHE", tempfile.mkdtemp(prefix="straightline-fast-"))
@@ -29,6 +30,7 @@ from machine import ROOT, describe
 
 from straightline.runtime import specialize
 from straightline.runtime.kernels import Attention, FastAttention
+from straightline.runtime.kernels.ahead import lay
 from straightline.runtime.kernels.backends import detect
 from straightline.runtime.kernels.fast import LENGTHS, Cut
 from straightline.runtime.kernels.fast_check import BOUND, distance, reference
@@ -40,12 +42,21 @@ Call = Callable[..., Any]
 SIZES = ("e4b", "12b", "26b", "e2b", "31b")
 # Cuts to try beside a site's own, and the rows of the buffers at which they are timed.
 CUTS: dict[tuple[int, int, int], tuple[Cut, ...]] = {
-    (8, 2, 256): (Cut(2, 256, 4), Cut(1, 256, 4), Cut(4, 128, 4), Cut(4, 512, 2)),
-    (16, 8, 256): (Cut(1, 256, 4), Cut(2, 128, 4), Cut(2, 256, 8)),
-    (16, 1, 512): (Cut(2, 256, 4), Cut(1, 256, 4), Cut(4, 128, 2)),
-    (8, 2, 512): (Cut(2, 256, 4), Cut(1, 256, 4)),
+    (8, 2, 256): (
+        *(Cut(4, 256, 4), Cut(2, 256, 4), Cut(1, 256, 4), Cut(1, 256, 8), Cut(1, 512, 4)),
+        *(Cut(2, 256, 4, ahead=True), Cut(1, 256, 4, ahead=True)),
+    ),
+    (16, 8, 256): (Cut(2, 256, 4), Cut(1, 256, 4), Cut(1, 512, 4), Cut(2, 512, 4), Cut(1, 256, 4, ahead=True)),
+    (8, 2, 512): (
+        *(Cut(4, 256, 2), Cut(2, 256, 4), Cut(1, 256, 4), Cut(1, 512, 4)),
+        *(Cut(4, 256, 2, ahead=True), Cut(2, 256, 2, ahead=True), Cut(1, 256, 4, ahead=True)),
+    ),
+    (16, 1, 512): (
+        *(Cut(4, 256, 2), Cut(2, 256, 4), Cut(1, 256, 4), Cut(1, 512, 4)),
+        *(Cut(4, 256, 2, ahead=True), Cut(2, 256, 2, ahead=True)),
+    ),
 }
-PARTS = (16, 32, 64, 128)
+PARTS = (32, 64, 128, 256)
 failures: list[str] = []
 
 
@@ -59,9 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     profiler = Profiler(not options.no_profiler)
     parts: dict[str, Callable[[], None]] = {
-        "errors": lambda: errors(options, backend, profiler, start),
-        "models": lambda: models(options, start),
         "cuts": lambda: cuts(options, backend, profiler, start),
+        "models": lambda: models(options, start),
+        "errors": lambda: errors(options, backend, profiler, start),
     }
     for name, part in parts.items():
         if name in options.skip:
@@ -93,14 +104,18 @@ def late(options: argparse.Namespace, start: float, what: str) -> bool:
 
 
 def errors(options: argparse.Namespace, backend: Any, profiler: "Profiler", start: float) -> None:
+    prepare(
+        [one for _, site, _ in sites(options) for one in ((site, site.cut, False), (site, site.long_cut, True))],
+        backend,
+    )
     seen: set[FastAttention] = set()
     for size, site, rows in sites(options):
         if site in seen or late(options, start, f"{size} {site}"):
             continue
         seen.add(site)
         try:
-            forms, compiled = made(site, site.cut, backend)
-            print(f"   {size:<4} {named(site)} {site.cut}  compile {compiled}", flush=True)
+            forms, compiled = made(site, site.cut, backend, long=site.long_cut)
+            print(f"   {size:<4} {named(site)} {site.cut} {site.long_cut}  first calls {compiled}", flush=True)
             if forms:
                 report_errors(site, forms, options)
                 report_times(site, forms, rows, profiler)
@@ -135,15 +150,17 @@ def shapes_of(size: str) -> list[tuple[str, tuple[int, int, int], int]]:
     ]
 
 
-def made(site: FastAttention, cut: Cut, backend: Any, parts: int | None = None) -> tuple[dict[str, Call], str]:
-    """Both forms, compiled. Empty where there is no CUDA."""
+def made(
+    site: FastAttention, cut: Cut, backend: Any, parts: int | None = None, two: bool = True, long: Cut | None = None
+) -> tuple[dict[str, Call], str]:
+    """One form or both (`long`: the cut of two launches, if another). Empty where there is no CUDA."""
     if backend.name != "cuda":
         return {}, "-"
-    one, (reading, adding) = site.in_cluster("cuda", cut), site.in_parts("cuda", cut)
-    forms = {
-        "one launch": clustered(site, one, backend.make(one)),
-        "two launches": parted(site, (reading, adding), (backend.make(reading), backend.make(adding)), parts),
-    }
+    one = site.in_cluster("cuda", cut)
+    forms = {"one launch": clustered(site, one, backend.make(one))}
+    if two:
+        reading, adding = site.in_parts("cuda", long or cut)
+        forms["two launches"] = parted(site, (reading, adding), (backend.make(reading), backend.make(adding)), parts)
     inputs, seconds = site.inputs_of(300, 0), []
     mx.eval(inputs)
     for name in list(forms):
@@ -157,15 +174,39 @@ def made(site: FastAttention, cut: Cut, backend: Any, parts: int | None = None) 
     return forms, " + ".join(seconds)
 
 
+def prepare(wanted: list[tuple[FastAttention, Cut, bool]], backend: Any) -> None:
+    """Kernels compiled ahead, many at a time: (site, cut, whether in two launches)."""
+    if backend.name != "cuda":
+        return
+    begin, programs = time.perf_counter(), {}
+    for site, cut, two in dict.fromkeys(wanted):
+        q, k, v, *rows = site.inputs_of(1, 0)
+        inputs = (q, *k, *v, *rows) if site.bits else (q, k, v, *rows)
+        if two:
+            reading, adding = site.in_parts("cuda", cut)
+            left = (mx.zeros((1, 1, 1)), mx.zeros((1, 1, 2)))
+            programs[reading.name] = (reading, inputs, (mx.float32, mx.float32))
+            programs[adding.name] = (adding, left, (mx.bfloat16,))
+        else:
+            one = site.in_cluster("cuda", cut)
+            programs[one.name] = (one, inputs, (mx.bfloat16,))
+    with ThreadPoolExecutor(12) as pool:
+        laid = list(pool.map(lambda one: lay(*one, backend), programs.values()))
+    reasons = {one.reason for one in laid if one.reason}
+    told = f"; left to MLX: {'; '.join(sorted(reasons))}" if reasons else ""
+    print(f"   {len(laid)} kernels compiled ahead in {time.perf_counter() - begin:.1f} s{told}", flush=True)
+
+
 def report_errors(site: FastAttention, forms: dict[str, Call], options: argparse.Namespace) -> None:
-    """Against numpy's float64 up to 3000 rows, against the self-check's float32 beyond."""
+    """Against numpy's float64 up to 3000 rows of plain K/V, against the self-check's float32 otherwise."""
     lengths = [length for length in LENGTHS if length <= options.longest]
     calls = forms | mlx_forms(site)
     found: dict[str, list[float]] = {name: [] for name in (*calls, "float32")}
     for seed, length in enumerate(lengths):
-        inputs = site.inputs_of(length, seed)
+        inputs, truth = drawn(site, length, seed) if length <= 3000 and not site.bits else (None, None)
+        inputs = site.inputs_of(length, seed) if inputs is None else inputs
         near = reference(site, *inputs)
-        truth = true(site, inputs, length) if length <= 3000 else near
+        truth = near if truth is None else truth
         found["float32"].append(distance(near, truth).item())
         for name, call in calls.items():
             y = call(*inputs)
@@ -181,6 +222,35 @@ def report_errors(site: FastAttention, forms: dict[str, Call], options: argparse
                 failures.append(f"{named(site)} {name}: error {one:.1e} over {length} rows, MLX {other:.1e}")
 
 
+def drawn(site: FastAttention, length: int, seed: int) -> tuple[tuple[Any, ...], mx.array]:
+    """Inputs drawn by numpy, and the true result in its float64: nothing comes from the device on the way."""
+    draw = np.random.default_rng(seed)
+    room = length + 256 * (seed % 2) + 8 * site.whole
+    q = bfloat16(draw.standard_normal((site.heads, site.head_dim)) * (0.2 if seed % 2 else 1.0))
+    k, v = (bfloat16(draw.standard_normal((site.kv_heads, room, site.head_dim), np.float32)) for _ in range(2))
+    results = []
+    for head in range(site.heads):
+        keys, values = (wide(one[head // site.repeats, :length]) for one in (k, v))
+        scores = keys @ wide(q[head])
+        weights = np.exp(scores - scores.max())
+        results.append(weights @ values / weights.sum())
+    buffers = [mx.array(one[None]).view(mx.bfloat16) for one in (k, v)]
+    seen = buffers if site.whole else [one[..., :length, :] for one in buffers]
+    rows = (mx.array(length, dtype=mx.int32),) if site.whole else ()
+    inputs = (mx.array(q[None, :, None]).view(mx.bfloat16), *seen, *rows)
+    return inputs, mx.array(np.concatenate(results).astype(np.float32))
+
+
+def bfloat16(values: Any) -> Any:
+    """Rounded to bfloat16, as uint16."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def wide(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
 def mlx_forms(site: FastAttention) -> dict[str, Call]:
     """MLX's own operations, if it has kernels for them here."""
     try:
@@ -189,32 +259,6 @@ def mlx_forms(site: FastAttention) -> dict[str, Call]:
         print(f"        MLX itself cannot: {first_lines(error)}", flush=True)
         return {}
     return {"MLX": site.plain}
-
-
-def true(site: FastAttention, inputs: tuple[Any, ...], length: int) -> mx.array:
-    """numpy, float64; given back as float32, which is near enough to compare bfloat16 with."""
-    q, k, v = inputs[:3]
-    keys, values = (stored(site, one)[:, :length] for one in (k, v))
-    heads = wide(q)[0, :, 0]
-    results = []
-    for head in range(site.heads):
-        scores = keys[head // site.repeats] @ heads[head]
-        weights = np.exp(scores - scores.max())
-        results.append(weights @ values[head // site.repeats] / weights.sum())
-    return mx.array(np.concatenate(results).astype(np.float32))
-
-
-def stored(site: FastAttention, one: Any) -> Any:
-    if not site.bits:
-        return wide(one)[0]
-    packed, scales, biases = one
-    ones, zeros = mx.ones(scales.shape, dtype=mx.float32), mx.zeros(scales.shape, dtype=mx.float32)
-    codes = wide(mx.dequantize(packed, ones, zeros, group_size=site.group_size, bits=site.bits))
-    return (codes * np.repeat(wide(scales), site.group_size, -1) + np.repeat(wide(biases), site.group_size, -1))[0]
-
-
-def wide(one: mx.array) -> Any:
-    return np.array(one.astype(mx.float32)).astype(np.float64)
 
 
 def report_times(site: FastAttention, forms: dict[str, Call], rows: tuple[int, ...], profiler: "Profiler") -> None:
@@ -313,22 +357,28 @@ class Profiler:
 
 
 def cuts(options: argparse.Namespace, backend: Any, profiler: Profiler, start: float) -> None:
+    wanted = [
+        (FastAttention(*shape), cut, two) for shape, some in CUTS.items() for cut in some for two in (False, True)
+    ]
+    prepare([(site, cut, two) for site, cut, two in wanted if site.head_dim == 512 or not two], backend)
+    limit = start + options.cuts_budget
     for shape, others in CUTS.items():
         site = FastAttention(*shape)
-        lengths = (512, 1024) if site.head_dim == 256 else (1100, 4096, 32768)
-        for cut in (site.cut, *others):
-            if late(options, start, f"{named(site)} {cut}"):
-                return
-            forms, compiled = made(site, cut, backend)
+        lengths = (512, 1024) if site.head_dim == 256 else (1100, 2304, 4096, 32768)
+        for cut in others:
+            if time.perf_counter() > limit:
+                print(f"   not reached within {options.cuts_budget} s: {named(site)} {cut}", flush=True)
+                continue
+            forms, compiled = made(site, cut, backend, two=site.head_dim == 512)
             jobs = {f"{name} {length}": Job(site, call, length) for name, call in forms.items() for length in lengths}
-            if forms and cut == site.cut and max(lengths) > 4096:
+            if forms and cut == others[0] and max(lengths) > 4096:
                 for parts in PARTS:
                     call = made(site, cut, backend, parts)[0]["two launches"]
                     jobs[f"{parts} parts {max(lengths)}"] = Job(site, call, max(lengths))
             walls = {name: statistics.median([job() for _ in range(4)][1:]) for name, job in jobs.items()}
             kernels = profiler.times(list(jobs.values()))
             told = [f"{name}: {1e6 * walls[name]:.1f} ({kernels.get(job, '-')})" for name, job in jobs.items()]
-            print(f"   {named(site)} {cut} compile {compiled}: {'; '.join(told)}", flush=True)
+            print(f"   {named(site)} {cut} first calls {compiled}: {'; '.join(told)}", flush=True)
         mx.clear_cache()
 
 
@@ -357,9 +407,12 @@ def model_of(size: str, options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         tiers[tier] = specialize(built, strict=True, kernels=options.kernels, tier=tier)
         seconds.append(time.perf_counter() - begin)
+    fast = tiers["fast"]
+    told = fast.dispatch
     print(
-        f"   {size}: built {seconds[0]:.1f} s, specialized exact {seconds[1]:.1f} s, fast {seconds[2]:.1f} s, kernels "
-        f"{'on' if options.kernels else 'off'}, one token: {tiers['fast'].dispatch.decode_reason or 'by decode'}",
+        f"   {size}: built {seconds[0]:.1f} s, specialized exact {seconds[1]:.1f} s, fast {seconds[2]:.1f} s; "
+        f"one token: {told.decode_reason or 'by decode'}; kernels: {told.kernels_reason or 'on'}; in place: "
+        f"{told.in_place_reason or 'yes'}; whole buffers: {fast._bound.routes[0].whole}",
         flush=True,
     )
     for name, (state, reason) in tiers["fast"].dispatch.tier_sites.items():
@@ -433,7 +486,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default="e4b,12b", help="which to build whole; none: '' (default: %(default)s)")
     parser.add_argument("--skip", default="", help="parts to leave out: errors, cuts, models")
     parser.add_argument("--budget", type=float, default=75, help="seconds (default: %(default)s)")
-    parser.add_argument("--kernels", action="store_true", help="models with straightline's other kernels, too")
+    parser.add_argument("--cuts-budget", type=float, default=25, help="seconds of them for cuts (default: %(default)s)")
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, help="as specialize's (default: on CUDA)")
     parser.add_argument("--no-profiler", action="store_true", help="leave torch's profiler alone")
     parser.add_argument("--context", type=int, default=600, help="tokens before decoding (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="compared (default: %(default)s)")
