@@ -22,7 +22,7 @@ from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
 from .kernels import QKVRope, resolve_all
 from .kv.device import packing
 from .registry import find_generated
-from .tier import States, fast_refused, fast_route, sites_of
+from .tier import States, fast_refused, fast_route, packed_caches, sites_of
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating
@@ -60,7 +60,7 @@ class Earlier(NamedTuple):
     files: tuple[ModuleType, ...]
     decode_checked: bool
     in_place_checked: bool
-    tier_checked: bool = False
+    tier_checked: frozenset[str] = frozenset()
 
 
 class Bound:
@@ -142,11 +142,12 @@ class Bound:
     def _fast_route(self, text: nn.Module, vocabulary: int, file: ModuleType, route: Route) -> Route:
         """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
         sites = sites_of(file)
-        fast, states = fast_route(route, sites, stream_dtype(text))
+        fast, states = fast_route(route, sites, file.CACHES, stream_dtype(text))
         refused = self.decode_reason
-        if fast is not route and not refused and not self.tier_checked:
-            refused = fast_refused(self.weights, fast, sites, _caches_of(text), vocabulary)
-            self.tier_checked = not refused
+        if fast is not route and not refused and file.FINGERPRINT not in self.tier_checked:
+            make_caches = partial(packed_caches, file.CACHES) if route.guard.quantized else _caches_of(text)
+            refused = fast_refused(self.weights, fast, sites, make_caches, vocabulary)
+            self.tier_checked |= frozenset(() if refused else (file.FINGERPRINT,))
         self.tier_sites |= {name: ("exact", refused) for name in states} if refused else states
         return route if refused else fast
 
@@ -207,12 +208,13 @@ class Bound:
 
 
 def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """q of a token, and all keys and values of its cache, the token's own included."""
+    """q of a token, and all keys and values of its cache, the token's own included. projected: the call without."""
 
     def qkv(cache: Any, *inputs: mx.array) -> tuple[Any, ...]:
         q, k, v = call(*inputs)
         return q, *cache.update_and_fetch(k, v)
 
+    qkv.projected = call  # type: ignore[attr-defined]
     return qkv
 
 

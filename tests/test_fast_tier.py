@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import toys
 from comparing import assert_same, file_of
 from test_in_place import in_place_calls
 
+from straightline.codegen import generate
 from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
 from straightline.runtime.in_place import InPlace, lease_of
@@ -32,7 +34,8 @@ from straightline.runtime.kernels.fast_launch import by_length, parts_for
 from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
-from straightline.runtime.tier import fast_refused, fast_route, sites_of
+from straightline.runtime.packed import PackedRows
+from straightline.runtime.tier import fast_refused, fast_route, packed_caches, sites_of
 from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 
@@ -73,7 +76,10 @@ class Fake(Backend):
             if program.function == "fast_merge":
                 return [inputs[0].reshape(-1)[: output_shapes[0][2]].astype(mx.bfloat16).reshape(output_shapes[0])]
             heads, size = program.lines * int(constants["GROUP"]), int(constants["HEAD_DIM"])
-            site = FastAttention(heads, heads // int(constants["REPEATS"]), size)
+            bits, group_size = int(constants.get("BITS", 0)), int(constants.get("GROUP_SIZE", 0))
+            site = FastAttention(heads, heads // int(constants["REPEATS"]), size, bits, group_size)
+            if bits:
+                inputs = (inputs[0], inputs[1:4], inputs[4:7], *inputs[7:])
             result = self.spoil(reference(site, *inputs))
             if program.outputs == ("out",):
                 assert output_dtypes == (mx.bfloat16,)
@@ -316,7 +322,7 @@ def test_in_place_it_reads_whole_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     bound = model._bound
     file, (route,) = bound.files[0], bound.routes
     plain = exact._bound.routes[0]._replace(in_place=in_place_calls(exact._bound.routes[0], file))
-    fast, states = fast_route(plain, sites_of(file), mx.bfloat16)
+    fast, states = fast_route(plain, sites_of(file), file.CACHES, mx.bfloat16)
     assert fast.whole and {state for state, _ in states.values()} == {"fast"}
     # The stand-ins for kernels evaluate, which nothing can in a trace.
     fast = fast._replace(in_place=InPlace(fast.in_place.moving, fast.in_place.moving))
@@ -340,7 +346,7 @@ def test_in_place_it_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = exact._bound
     sites = sites_of(bound.files[0])
     plain = bound.routes[0]._replace(in_place=in_place_calls(bound.routes[0], bound.files[0]))
-    fast, _ = fast_route(plain, sites, mx.bfloat16)
+    fast, _ = fast_route(plain, sites, bound.files[0].CACHES, mx.bfloat16)
     right = vars(fast.in_place.moving)
     wrong = {name: lambda *inputs, name=name: noisy(right[name](*inputs)) for name in SITES}
     calls = SimpleNamespace(**right | wrong)
@@ -350,6 +356,52 @@ def test_in_place_it_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = fast._replace(in_place=InPlace(SimpleNamespace(**right), calls))
     refused = fast_refused(bound.weights, fast, sites, lambda: list(exact.make_cache()), 97)
     assert refused == "compiled layers give other logits at step 0"
+
+
+def quantized_file() -> types.ModuleType:
+    """Sliding layers of 4 and 8 bits, the first full one plain."""
+    stored = [{"layer_idx": layer, "bits": 8 if layer == 1 else 4, "group_size": 64} for layer in (0, 1, 3, 4, 5)]
+    module = types.ModuleType("toy_kv")
+    exec(compile(generate(WIDE, "toy-kv", kv_config=stored), "toy_kv.py", "exec"), module.__dict__)
+    return module
+
+
+def test_quantized_rows_are_read_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    file = quantized_file()
+    model = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, tier="fast", strict=True)
+    assert {name: state for name, (state, _) in model.dispatch.tier_sites.items()} == {
+        "full_attention": "fast",
+        "sliding_attention, 4 bits in groups of 64": "fast",
+        "sliding_attention, 8 bits in groups of 64": "fast",
+        "full_attention, 4 bits in groups of 64": "fast",
+    }
+    exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, strict=True)
+    caches, others = packed_caches(file.CACHES), packed_caches(file.CACHES)
+    assert_same(model(toys.tokens(1, 6), cache=caches), exact(toys.tokens(1, 6), cache=others), "a prompt")
+    for step in range(4):
+        token = toys.tokens(1, 1, 97, step)
+        fast, slow = model(token, cache=caches), exact(token, cache=others)
+        assert not mx.array_equal(fast, slow).item()
+    assert model.dispatch.counts == {"generated": 5, "monolith": 0}
+    assert [cache.offset for cache in caches] == [cache.offset for cache in others]
+
+
+def test_quantized_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    file = quantized_file()
+    model = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, tier="fast", strict=True)
+    (route,), sites = model._bound.routes, sites_of(file)
+    assert fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97) == ""
+    right = route.sites.sliding_qkv
+
+    def wrong(*inputs: Any) -> tuple[Any, ...]:
+        q, k, v = right(*inputs)
+        return q, PackedRows.of(k, lambda *rows: noisy(k.attention(*rows)), k.site), v
+
+    route = route._replace(sites=SimpleNamespace(**vars(route.sites) | {"sliding_qkv": wrong}))
+    refused = fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97)
+    assert refused.startswith("its error on this model's own tokens is ")
 
 
 def test_on_a_models_own_tokens_it_is_measured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +424,7 @@ def test_on_a_models_own_tokens_it_is_measured_once_more(monkeypatch: pytest.Mon
 
 def test_measured_again_only_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model(monkeypatch)
-    assert model._bound.tier_checked
+    assert model._bound.tier_checked == {model._bound.files[0].FINGERPRINT}
     monkeypatch.setattr("straightline.runtime.bound.fast_refused", lambda *_: pytest.fail("asked again"))
     model.layers[0].layer_scalar = mx.array([0.5], dtype=mx.bfloat16)
     model(toys.tokens(1, 2))
