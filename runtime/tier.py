@@ -99,7 +99,10 @@ def packed_caches(caches: tuple[tuple[Any, ...], ...]) -> list[Any]:
     for kind, window, *stored in caches:
         ring = kind == "sliding"
         if stored:
-            made.append(QuantizedRingCache(*stored, window) if ring else QuantizedGrowingCache(*stored))
+            bits, group_size = stored
+            made.append(
+                QuantizedRingCache(bits, group_size, window) if ring else QuantizedGrowingCache(bits, group_size)
+            )
         else:
             made.append(RotatingKVCache(window) if ring else KVCache())
     return made

@@ -28,7 +28,8 @@ import mlx.core as mx
 import numpy as np
 from machine import ROOT, describe
 
-from straightline.runtime import specialize
+from straightline.runtime import make_cache, specialize
+from straightline.runtime.commands.subject import published, published_kv_config
 from straightline.runtime.kernels import Attention, FastAttention
 from straightline.runtime.kernels.ahead import lay
 from straightline.runtime.kernels.backends import detect
@@ -420,10 +421,17 @@ def model_of(size: str, options: argparse.Namespace) -> None:
         if state != "fast" and detect().name == "cuda":
             failures.append(f"model {size}: {name} is {state}: {reason}")
     vocabulary = config.get("text_config", config)["vocab_size"]
+    race(tiers, "plain K/V", lambda model: model.make_cache(), vocabulary, options)
+    found = published_kv_config(published(f"gemma4-{size}").spec)
+    if found is not None:
+        race(tiers, f"K/V of {found[0]}", lambda model: make_cache(model, found[1]), vocabulary, options)
+
+
+def race(tiers: dict[str, Any], what: str, make: Call, vocabulary: int, options: argparse.Namespace) -> None:
     prompt = mx.array([[(7919 * index) % vocabulary for index in range(options.context)]])
     caches = {}
     for tier, model in tiers.items():
-        caches[tier] = model.make_cache()
+        caches[tier] = make(model)
         mx.eval(model(prompt, cache=caches[tier]))
     agree(tiers, caches, options.steps)
     rates: dict[str, list[float]] = {tier: [] for tier in tiers}
@@ -436,7 +444,12 @@ def model_of(size: str, options: argparse.Namespace) -> None:
     ratio = statistics.median(fast / exact for exact, fast in zip(rates["exact"], rates["fast"], strict=True))
     best = max(rates["fast"]) / max(rates["exact"])
     told = ", ".join(f"{tier} {statistics.median(one):.1f} (best {max(one):.1f})" for tier, one in rates.items())
-    print(f"        {options.context} tokens: tok/s {told}; fast over exact x{ratio:.2f}, best x{best:.2f}", flush=True)
+    served = {tier: model.dispatch.counts for tier, model in tiers.items()}
+    print(
+        f"        {what}, {options.context} tokens: tok/s {told}; fast over exact x{ratio:.2f}, best x{best:.2f}; "
+        f"calls {served}",
+        flush=True,
+    )
 
 
 def agree(tiers: dict[str, Any], caches: dict[str, Any], steps: int) -> None:
