@@ -27,8 +27,8 @@ COMMANDS = {
 }
 # These hand their arguments on: `run(arguments) -> exit code`.
 PASSING_ON = {
-    "generate": "mlx_lm.generate on a specialized model; every flag is mlx-lm's (generate --help)",
-    "serve": "mlx_lm.server on a specialized model; every flag is mlx-lm's (serve --help)",
+    "generate": "mlx_lm.generate on a specialized model; its flags and a few more (generate --help)",
+    "serve": "mlx_lm.server on a specialized model; its flags and a few more (serve --help)",
 }
 
 

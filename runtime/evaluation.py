@@ -5,9 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from .handover import wait_for_handover
+
 
 def evaluate(arrays: Any) -> bool:
-    """mx.eval; False inside mx.compile, where nothing has a value yet."""
+    """mx.eval; False inside mx.compile, where nothing has a value yet. No other thread evaluates meanwhile."""
     return _outside_traces(mx.eval, arrays)
 
 
@@ -17,6 +19,7 @@ def start(arrays: Any) -> bool:
 
 
 def _outside_traces(call: Callable[..., Any], arrays: Any) -> bool:
+    wait_for_handover()
     try:
         call(arrays)
     except ValueError as error:

@@ -55,7 +55,7 @@ class Specialized(Watched):
         route, lease = None, None
         if not reason:
             lease = lease_of(cache)
-            route = lease and bound.owner(lease)
+            route = None if lease is None else bound.owner(lease)
             if route is None:
                 lease = None
                 route, reason = bound.route(cache)
@@ -81,6 +81,7 @@ class Specialized(Watched):
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
             logits = route.forward(bound.weights, inputs, cache, hook)
         elif lease is not None:
+            assert route.in_place is not None
             slots, calls = lease.begin(route.in_place)
             logits = decode(bound.weights, calls, inputs, slots, hook)
             lease.end(logits)
@@ -145,7 +146,9 @@ class Specialized(Watched):
 
     def _bind(self) -> Bound:
         old = self._bound
-        earlier = old and Earlier(old.files, old.decode_checked, old.in_place_checked, old.tier_checked)
+        earlier = None
+        if old is not None:
+            earlier = Earlier(old.files, old.decode_checked, old.in_place_checked, old.tier_checked)
         del old
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)

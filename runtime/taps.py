@@ -80,8 +80,11 @@ class HiddenTap:
         if index in self.layers:
             if self.edit is not None:
                 value = self._edited(index, value)
-            self.captured[index] = value if self.position is None else _row(value, self.position)
+            self.captured[index] = self._kept(value)
         return value
+
+    def _kept(self, value: mx.array) -> mx.array:
+        return value if self.position is None else _row(value, self.position)
 
     def _edited(self, index: int, value: mx.array) -> mx.array:
         assert self.edit is not None
@@ -140,6 +143,12 @@ class _Step(HiddenTap):
         self.edit = recorder.edit
         self._recorder = recorder
         self._length = length
+
+    def _kept(self, value: mx.array) -> mx.array:
+        row = super()._kept(value)
+        if self._length >= LONG:
+            start(row)  # what is behind it can go while the later layers are still to come
+        return row
 
     def end(self) -> None:
         self._recorder.add(self.captured, self._length)

@@ -58,13 +58,15 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str], tm
     assert machine["model"] == "gemma4-e4b, reduced to toy widths, random weights of mixed bits"
     assert machine["K/V"] == "18 of 4 bits, 6 of 8 bits, the other layers plain"
     assert (machine["tier"], machine["taps"], machine["one token"]) == ("exact", "5, 42", "by decode")
-    assert {"command", "commit", "device", "packages", "specialize", "fused sites", "bandwidth"} <= set(machine)
+    assert {"command", "commit", "device", "packages", "specialize", "bandwidth"} <= set(machine)
+    assert {site["state"] for site in found["fused_sites"]} == {"plain"}
     assert ET.parse(chart).getroot().tag.endswith("svg")
 
 
 def test_a_checkpoint_in_a_table(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", checkpoint, "--context", "12", "--batch", "1,2", "--forward", *FEW]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert any(" sites, all plain (the default device is the CPU): " in line for line in lines)
     assert lines[0].startswith("command ") and "model        the checkpoint checkpoint" in lines
     table = lines[lines.index("") + 3 :]
     assert [line[:44].split() for line in table] == [
@@ -115,14 +117,14 @@ def test_the_suite_runs_within_its_budget(
 
     def cut(taps: tuple[int, ...]) -> list[cells.Cell]:
         return [
-            cells.Cell(min(one.context, 16), min(one.batch, 2), one.width, min(one.prefill, 16), one.taps)
+            cells.Cell(min(one.context, 16), min(one.batch, 2), one.width, min(one.prefill, 16), one.taps, one.loop)
             for one in whole(taps)
         ]
 
     monkeypatch.setattr(cells, "suite", cut)
     assert main(["bench", checkpoint, "--suite", "--seconds", "0.05", "--steps", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert len(rows) == 2 * 15 and {row["departs"] + row["problem"] for row in rows} == {""}
+    assert len(rows) == 2 * 16 and {row["departs"] + row["problem"] for row in rows} == {""}
     assert sum(bool(row["cell"]["taps"]) for row in rows) == 2 * 4
 
 
@@ -149,6 +151,10 @@ def test_auto_needs_a_kv_config(checkpoint: str, capsys: pytest.CaptureFixture[s
             "--context, --batch, --width, --prefill, --tokens, --rounds and --steps must be 1 or more",
         ),
         (["x", "--seconds", "nan"], "--seconds must be above 0 and below 1000000"),
+        (
+            ["x", "--loop", "--kv-bits", "8"],
+            "--loop goes with plain K/V; mlx-lm's loop has no others for sliding layers",
+        ),
         (["x", "--context", "a"], "argument --context: invalid indices value: 'a'"),
         (["x", "--kv-bits", "8", "--kv-config", "f"], "argument --kv-config: not allowed with argument --kv-bits"),
     ],

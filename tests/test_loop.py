@@ -1,5 +1,6 @@
 """`generate_step` of runtime/decoding beside mlx-lm's: the same tokens, log-probabilities, random keys and caches."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
@@ -33,12 +34,12 @@ def overlap(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "overlapped")
 
 
-def theirs(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Iterator[tuple[int, mx.array]]:
+def theirs(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Any:
     mx.random.seed(SEED)
     return iter(mlx_lm_step(mx.array(prompt), model, **how))
 
 
-def ours(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Iterator[tuple[int, mx.array]]:
+def ours(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Any:
     mx.random.seed(SEED)
     return generate_step(prompt, model, **how)
 
@@ -83,15 +84,28 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers(name: str, overlap: bool) -> None:
+def test_samplers(name: str) -> None:
     both = models()
     expected = list(theirs(both.plain, max_tokens=30, **SAMPLERS[name]))
     after = key()
     assert len({token for token, _ in expected}) > (0 if name == "greedy" else 3)
     for steps in (1, 5, 8):
-        found = list(ours(both.model, max_tokens=30, steps=steps, overlap=overlap, **SAMPLERS[name]))
+        found = list(ours(both.model, max_tokens=30, steps=steps, **SAMPLERS[name]))
         assert_same(found, expected, f"{steps} steps")
         assert_same(key(), after, "random key")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("steps", [1, 8])
+def test_overlapped(name: str, steps: int) -> None:
+    """A second thread only where the caller can get at nothing that it hands over."""
+    both = models()
+    expected = list(theirs(both.plain, max_tokens=30, **SAMPLERS[name]))
+    tokens = ours(both.model, max_tokens=30, steps=steps, overlap=True, **SAMPLERS[name])
+    found = list(islice(tokens, 4))
+    threads = [one for one in threading.enumerate() if one.name == "straightline dispatch"]
+    assert len(threads) == (name in ("greedy", "repetition"))
+    assert_same([*found, *tokens], expected, "tokens")
 
 
 @pytest.mark.parametrize("name", TEXT_SHAPES)
@@ -99,10 +113,8 @@ def test_shapes(name: str, overlap: bool) -> None:
     """Past the window of 8, from a prompt inside it and from one beyond it; none by mlx-lm's code."""
     both = models(name)
     for prompt in (PROMPT, list(range(20, 43))):
-        how = {"sampler": make_sampler(temp=1.0), "max_tokens": 24}
-        assert_same(
-            list(ours(both.model, prompt, overlap=overlap, **how)), list(theirs(both.plain, prompt, **how)), name
-        )
+        expected = list(theirs(both.plain, prompt, max_tokens=24))
+        assert_same(list(ours(both.model, prompt, max_tokens=24, overlap=overlap)), expected, "tokens")
     assert both.model.dispatch.counts["monolith"] == 0
 
 
@@ -121,15 +133,15 @@ def stopped(count: int, window: int, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9, 12])
-def test_stopping_at_each_place(count: int, overlap: bool) -> None:
+def test_stopping_at_each_place(count: int) -> None:
     """Through a window of 8, whose ring takes nothing back once it is full, so that tokens are read one by one."""
-    stopped(count, 8, steps=4, overlap=overlap)
+    stopped(count, 8, steps=4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9, 12])
-def test_stopping_inside_a_wide_window(count: int, overlap: bool) -> None:
+def test_stopping_inside_a_wide_window(count: int) -> None:
     """Rings that are not full take back what was computed too early."""
-    stopped(count, 300, steps=4, overlap=overlap)
+    stopped(count, 300, steps=4)
 
 
 def test_several_tokens_are_computed_before_a_read() -> None:
@@ -152,9 +164,7 @@ def test_max_tokens_is_exact(count: int, overlap: bool) -> None:
     caches = both.plain.make_cache(), both.model.make_cache()
     expected = list(theirs(both.plain, max_tokens=count, prompt_cache=caches[0], sampler=make_sampler(temp=1.0)))
     after, before = key(), calls(both.model)
-    found = list(
-        ours(both.model, max_tokens=count, prompt_cache=caches[1], overlap=overlap, sampler=make_sampler(temp=1.0))
-    )
+    found = list(ours(both.model, max_tokens=count, prompt_cache=caches[1], sampler=make_sampler(temp=1.0)))
     assert len(found) == count
     assert calls(both.model) - before == 1 + count + 1
     assert_same(found, expected, "tokens")
@@ -178,14 +188,14 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("window", [8, 300])
-def test_caches(name: str, window: int, overlap: bool) -> None:
+def test_caches(name: str, window: int) -> None:
     """Two turns each; the loop is compared, so mlx-lm's runs on the same model."""
     model = models(window=window, strict=False).model
     for count in (6, 13):
         expected, found = (make_cache(model, **CACHES[name]) for _ in range(2))
         for prompt in (PROMPT, [9]):
             wanted = first(count, theirs(model, prompt, prompt_cache=expected))
-            assert_same(first(count, ours(model, prompt, prompt_cache=found, overlap=overlap)), wanted, "tokens")
+            assert_same(first(count, ours(model, prompt, prompt_cache=found)), wanted, "tokens")
             same_caches(found, expected)
 
 
@@ -217,7 +227,7 @@ def test_a_long_prompt_in_parts(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_callback_that_raises(at: int, overlap: bool) -> None:
+def test_a_callback_that_raises(at: int) -> None:
     """Before, between and after the parts of a prompt: the caches hold what mlx-lm's hold then."""
     both = models()
     caches = both.plain.make_cache(), both.model.make_cache()
@@ -228,9 +238,8 @@ def test_a_callback_that_raises(at: int, overlap: bool) -> None:
             if next(left, None) is None:
                 raise KeyError("enough")
 
-        new = {"overlap": overlap} if run is ours else {}
         with pytest.raises(KeyError):
-            next(run(model, prompt_cache=mine, prompt_progress_callback=progress, prefill_step_size=2, **new))
+            next(run(model, prompt_cache=mine, prompt_progress_callback=progress, prefill_step_size=2))
     assert [one.offset for one in caches[1]] == [one.offset for one in caches[0]] == [(0, 2, 4, 6)[at]] * 3
     if at:
         same_caches(caches[1], caches[0])

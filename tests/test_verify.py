@@ -305,11 +305,10 @@ MODEL = (
 )
 
 # The functions for one token. Each text is looked for behind the end of `forward`.
-STEP_2 = "    h, x = decode_sliding(w.layers[2], s, h, x, caches[2], position, per_layer, 2)\n"
-QKV = "    q, k, v = s.sliding_qkv(w.qkv_proj(x), w.q_norm, w.k_norm, position)\n"
+STEP_2 = "    h, x = s.sliding_layer(decode_sliding, w.layers[2], s, h, x, caches[2], position, per_layer, 2)\n"
+QKV = "    q, k, v = s.sliding_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position)\n"
 ENDS = "s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)"
 DUAL = "s.layer_end(dense, y, h, w.post_feedforward_layernorm_1, w.post_feedforward_layernorm_2, "
-UPDATE = "    k, v = cache.update_and_fetch(k, v)\n"
 
 
 def one(rule: str, says: str, *texts: str, target: str = E4B) -> Mutation:
@@ -403,8 +402,10 @@ DECODE = (
     first_line("decode", "decode_sliding has", "§_ = cache.trim(1)"),
     first_line("decode", 'has "x"; expected "q, k, v"', "§x = x + w.q_norm"),
     first_line("decode", "decode_sliding has", "§_, h, x = x, h, x"),
-    one("decode", "in: k, v = cache.update", UPDATE, "    k, v = §cache.trim(k, v)\n"),
-    one("decode", "decode_sliding has", UPDATE, f"{UPDATE}    §k, v = cache.update_and_fetch(k, v)\n"),
+    one("decode", 'has "cache.trim"; expected "s.sliding_qkv"', "s.sliding_qkv(cache, ", "§cache.trim(cache, "),
+    one("decode", 'has "x"; expected "cache"', "_qkv(cache, w.qkv_proj(x)", "_qkv(§x, w.qkv_proj(cache)"),
+    one("decode", "decode_sliding has", QKV, f"{QKV}    §k, v = cache.update_and_fetch(k, v)\n"),
+    one("decode", 'has "s.full_layer"; expected "s.sliding_layer"', "s.sliding_layer", "§s.full_layer"),
     one("decode", 'has "w.k_norm"; expected "w.q_norm"', "w.q_norm, w.k_norm", "§w.k_norm, w.q_norm"),
     one("decode", 'has "s.full_qkv"; expected "s.sliding_qkv"', "s.sliding_qkv", "§s.full_qkv"),
     one(
@@ -447,7 +448,12 @@ DECODE = (
     one("decode", 'has "v"; expected "k"', "    k, v = kv\n", "    §v, k = kv\n"),
     one("decode", 'has "1"; expected "0"', "caches[0].offset", "caches[§1].offset"),
     one("decode", 'has "caches[0].size"', "caches[0].offset", "§caches[0].size"),
-    one("decode", 'has "3"; expected "2", as in: h, x = decode_sliding(w.layers[2]', "layers[2]", "layers[§3]"),
+    one(
+        "decode",
+        'has "3"; expected "2", as in: h, x = s.sliding_layer(decode_sliding, w.layers[2]',
+        "layers[2]",
+        "layers[§3]",
+    ),
     one("decode", 'has "3"; expected "2"', "caches[2]", "caches[§3]"),
     one("decode", 'has "3"; expected "2"', "per_layer, 2)", "per_layer, §3)"),
     one("decode", 'has "2.0"; expected "2"', "per_layer, 2)", "per_layer, §2.0)"),
@@ -455,8 +461,8 @@ DECODE = (
     one(
         "decode",
         'has "decode_full"; expected "decode_sliding"',
-        "decode_sliding(w.layers[2]",
-        "§decode_full(w.layers[2]",
+        "decode_sliding, w.layers[2]",
+        "§decode_full, w.layers[2]",
     ),
     one("decode", 'has "kv23"; expected "kv22"', "kv22, position, per_layer, 24", "§kv23, position, per_layer, 24"),
     one(
@@ -466,13 +472,18 @@ DECODE = (
         "§caches[22], position, per_layer, 24",
     ),
     one(
-        "decode", "as in: h, x = decode_sliding(w.layers[2]", STEP_2, "", "    h = tap(2, h)\n", "    §h = tap(2, h)\n"
+        "decode",
+        "as in: h, x = s.sliding_layer(decode_sliding, w.layers[2]",
+        STEP_2,
+        "",
+        "    h = tap(2, h)\n",
+        "    §h = tap(2, h)\n",
     ),
     one(
         "decode",
         "decode has",
         STEP_2,
-        f"{STEP_2}    §h, x = decode_sliding(w.layers[2], s, h, x, caches[2], position, per_layer, 2)\n",
+        f"{STEP_2}    §{STEP_2[4:]}",
     ),
     one("decode", 'has "50.6"; expected "50.59644256269407"', "* 50.59644256269407", "* §50.6"),
     one("decode", 'has "31.0"; expected "30.0"', "softcap(30.0, w.unembed(x))", "softcap(§31.0, w.unembed(x))"),

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..decode_check import on_gpu
+
 MOVED = {True: 1 << 31, False: 1 << 28}  # bytes of the array that shows the bandwidth, on a GPU and not
 TRIES = 9
 
@@ -36,7 +38,7 @@ def count_primitives(outputs: list[mx.array]) -> int:
 
 def bandwidth() -> tuple[float, str]:
     """Bytes per second of the device's memory, and how it was found: the faster of reading, and reading and writing."""
-    size = MOVED[mx.default_device().type == mx.DeviceType.gpu]
+    size = MOVED[on_gpu()]
     array = mx.zeros((size // 4,), dtype=mx.float32)
     mx.eval(array)
     copied, read = _median_seconds(lambda one: one + 1, array), _median_seconds(mx.max, array)

@@ -13,11 +13,12 @@ from ...codegen.config import read_arguments, read_json
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
 from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..decode_check import on_gpu
 from ..errors import StraightlineError
-from ..kernels import report
+from ..kernels.states import SiteState, running
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
-from ..verification.proof import _on_gpu, _render
+from ..verification.proof import _render
 from ..verification.random_model import build, size_in_gb
 from ..verification.smaller import reduced
 
@@ -36,13 +37,17 @@ class Wish:
 
 @dataclass(frozen=True)
 class Pair:
-    """oracle: mlx-lm's. model: specialized. own_bytes: what specializing holds beside the weights that both share."""
+    """oracle: mlx-lm's. model: specialized. own_bytes: what specializing holds beside the weights that both share.
+
+    sites: how each fused site of the model runs here.
+    """
 
     oracle: Any
     model: Any
     spec: Spec
     kv_config: list[dict[str, int]] | None
     own_bytes: int
+    sites: tuple[SiteState, ...]
     facts: dict[str, str]
 
 
@@ -62,8 +67,8 @@ def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
     Raises StraightlineError if a file has to be rendered and cannot be.
     """
     subject = published(name)
-    reduce = not _on_gpu() if reduce is None else reduce
-    dtype = mx.float32 if reduce and not _on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
+    reduce = not on_gpu() if reduce is None else reduce
+    dtype = mx.float32 if reduce and not on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
     config = reduced(subject.config) if reduce else subject.config
     kv_config = _kv_config(subject, wish)
     file = _render(config, kv_config) if reduce else None
@@ -92,19 +97,17 @@ def pair_of(
     del model
     spec = read_arguments(text_model(oracle).args)
     dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
-    states = [state for state, _ in report().values()]
     facts |= {
         "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
         f"{size_in_gb(oracle):.2f} GB",
         "specialize": f"{seconds:.1f} s",
         "one token": specialized.dispatch.decode_reason or "by decode",
-        "fused sites": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none",
         "tier": wish.tier,
     }
     if kv_config is not None:
         facts["K/V"] = _words(kv_config)
         spec = spec.with_kv(read_kv_config(kv_config, spec))
-    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), facts)
+    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), running(specialized), facts)
 
 
 def _held() -> int:

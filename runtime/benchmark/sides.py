@@ -6,44 +6,70 @@ Each side fills and owns its caches, as its users' code would make them.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 
+from .. import decoding
 from ..kv import make_cache, with_stand_ins
 from ..model import text_model
 from ..monolith import call_text_model
 from ..taps import HiddenTap, no_tap
-from .cells import CHUNK
+from .cells import CHUNK, Cell
 from .models import Pair
 
-MLX_LM, FORWARD, STRAIGHTLINE = "mlx-lm", "forward", "straightline"
+MLX_LM, CONTROL, FORWARD, STRAIGHTLINE, OVERLAPPED = "mlx-lm", "mlx-lm again", "forward", "straightline", "overlapped"
 Call = Callable[[mx.array, list[Any], HiddenTap | None], mx.array]
+Loop = Callable[[mx.array, int], Iterator[tuple[int, mx.array]]]
 
 
 @dataclass(frozen=True)
 class Side:
-    """call: token ids [B, L], caches, a tap or None, to logits [B, L, vocabulary]. caches: new ones, for `call`."""
+    """call: token ids [B, L], caches, a tap or None, to logits [B, L, vocabulary]. caches: new ones, for `call`.
+
+    loop: a prompt [N] and a count, to so many tokens and their log-probabilities; None for a side without one.
+    """
 
     name: str
     call: Call
     caches: Callable[[], list[Any]]
+    loop: Loop | None = None
+    loop_only: bool = False
+
+    def takes(self, cell: Cell) -> bool:
+        return self.loop is not None if cell.loop else not self.loop_only
 
 
-def sides(pair: Pair, forward: bool) -> list[Side]:
-    """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included."""
-    found = [Side(MLX_LM, _mlx_lm(pair.oracle), lambda: _stood_in(pair))]
+def sides(pair: Pair, forward: bool = False, control: bool = False, overlapped: bool = False) -> list[Side]:
+    """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included.
+
+    control: mlx-lm a second time. overlapped: straightline's loop with its second thread, in the cells of loops.
+    """
+    model, oracle = pair.model, pair.oracle
+    found = [
+        Side(
+            MLX_LM,
+            _mlx_lm(oracle),
+            lambda: _stood_in(pair),
+            lambda prompt, count: generate_step(prompt, oracle, max_tokens=count),
+        )
+    ]
+    if control:
+        found.append(replace(found[0], name=CONTROL))
     if forward:
-        found.append(Side(FORWARD, _forward(pair.model), lambda: make_cache(pair.model, pair.kv_config)))
-    model = pair.model
+        found.append(Side(FORWARD, _forward(model), lambda: make_cache(model, pair.kv_config)))
     found.append(
         Side(
             STRAIGHTLINE,
             lambda ids, caches, tap: model(ids, cache=caches, tap=tap),
             lambda: make_cache(model, pair.kv_config),
+            _loop(model, overlap=False),
         )
     )
+    if overlapped:
+        found.append(replace(found[-1], name=OVERLAPPED, loop=_loop(model, overlap=True), loop_only=True))
     return found
 
 
@@ -76,6 +102,10 @@ def _stood_in(pair: Pair) -> list[Any]:
         return own
     made = with_stand_ins(make_cache(pair.oracle, pair.kv_config), text_model(pair.oracle)["model"].previous_kvs)
     return list(made)
+
+
+def _loop(model: Any, overlap: bool) -> Loop:
+    return lambda prompt, count: decoding.generate_step(prompt, model, max_tokens=count, overlap=overlap)
 
 
 def _forward(model: Any) -> Call:

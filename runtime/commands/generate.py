@@ -1,6 +1,7 @@
 """mlx_lm.generate on a specialized model and straightline's loop. Every flag is mlx-lm's, but for a few of our own.
 
---kv-config, --kernels and --tier as for `serve`; --steps N: tokens computed before one read of the host.
+--kv-config, --kernels and --tier as for `serve`; --steps N: tokens computed before one read of the host; --overlap:
+tokens are handed to the device in a second thread, where they can be.
 """
 
 import argparse
@@ -17,20 +18,22 @@ def run(arguments: list[str]) -> int:
     """At the end, standard error says which path served, how often and why."""
     own = argparse.ArgumentParser(prog="straightline generate", add_help=False, allow_abbrev=False)
     own.add_argument("--steps", type=int)
+    own.add_argument("--overlap", action="store_true")
     mine, others = own.parse_known_args(arguments)
     if mine.steps is not None and mine.steps < 1:
         raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
+    options = {name: value for name, value in vars(mine).items() if value}
     wishes, rest = split(others, "straightline generate")
-    with specialized("mlx_lm.generate", wishes, rest) as program, _looped(program, mine.steps):
+    with specialized("mlx_lm.generate", wishes, rest) as program, _looped(program, options):
         program.main()
     return 0
 
 
 @contextmanager
-def _looped(program: Any, steps: int | None) -> Iterator[None]:
+def _looped(program: Any, options: dict[str, Any]) -> Iterator[None]:
     """mlx-lm's program with its `stream_generate` replaced, which its `generate` looks up."""
     plain = program.stream_generate
-    program.stream_generate = _Looped(plain, {} if steps is None else {"steps": steps})
+    program.stream_generate = _Looped(plain, options)
     try:
         yield
     finally:
@@ -62,7 +65,7 @@ class _Looped:
         )
         if not reason:
             return stream(model, tokenizer, prompt, max_tokens, **options, **self.options)
-        print(f"straightline: {reason}, mlx-lm's own loop runs", file=sys.stderr)
+        print(f"straightline generate: {reason}, mlx-lm's own loop runs", file=sys.stderr)
         if draft_model is not None:
             options |= {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
         if input_embeddings is not None:

@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..handover import begin
+
 
 class Inline:
     """mlx-lm's way: on its stream, in the thread that asks."""
@@ -25,37 +27,46 @@ class Inline:
 
 
 class Overlapped:
-    """A thread of its own. `submit` returns once it has handed over what was submitted before.
+    """A thread of its own, from the first `submit` until `close`.
 
-    MLX asks two things of a stream that several threads use: that one at a time evaluates on it, here the second thread
-    from the first `submit` until `close`; and that no array with siblings (one of several outputs of a primitive) is
-    let go of while it is evaluated. What lives from one token to the next (ids, random keys, the rows of caches) has
-    none.
+    MLX asks two things of whoever uses a stream from several threads: that one at a time evaluates on it (whatever
+    evaluates while a step is built calls `wait_for_handover` first); and that no array with siblings, one of several
+    outputs of a primitive, is let go of meanwhile. What lives from one token to the next, ids and the rows of caches,
+    has none.
     """
 
     _idle: list[mx.Stream] = []  # noqa: RUF012  (one for all: MLX never frees a stream)
 
     def __init__(self) -> None:
-        device = mx.default_device()
-        found = next((one for one in self._idle if one.device == device), None)
-        if found is not None:
-            self._idle.remove(found)
-        self.stream: mx.Stream = mx.new_thread_unsafe_stream(device) if found is None else found
+        self.stream: mx.Stream = self._take(mx.default_device())
         self._jobs: SimpleQueue[tuple[mx.array, ...] | None] = SimpleQueue()
-        self._taken: SimpleQueue[None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._open = 0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
+    @classmethod
+    def _take(cls, device: mx.Device) -> mx.Stream:
+        try:
+            stream = cls._idle.pop()
+        except IndexError:
+            return mx.new_thread_unsafe_stream(device)
+        return stream if stream.device == device else cls._take(device)
+
     def submit(self, *arrays: mx.array) -> None:
-        """Raises what the device said to an earlier one."""
+        """Returns once all that was submitted before is handed over. Raises what the device said to that."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="straightline dispatch", daemon=True)
             self._thread.start()
+            self._end = begin(self.wait)
         self._jobs.put(arrays)
-        # Waiting lets the other thread have the interpreter at once; it would else get it after up to 5 ms.
-        self._taken.get()
-        if self._error is not None:
-            raise self._error
+        self._open += 1
+        # While this waits, the other thread has the interpreter at once; it would else get it after up to 5 ms.
+        self._wait(1)
+
+    def wait(self) -> None:
+        """Until all is handed over."""
+        self._wait(0)
 
     def close(self) -> None:
         """Hand over what is left. The stream is then any thread's, and later the next generation's."""
@@ -63,16 +74,24 @@ class Overlapped:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+            self._end()
         if mx.metal.is_available():
             mx.synchronize(self.stream)  # mlx-lm changes Metal's wired limit next, for which nothing may run
         if self._error is None:
             self._idle.append(self.stream)
 
+    def _wait(self, left: int) -> None:
+        while self._open > left:
+            self._done.get()
+            self._open -= 1
+        if self._error is not None:
+            raise self._error
+
     def _work(self) -> None:
         while (arrays := self._jobs.get()) is not None:
-            self._taken.put(None)
             try:
                 if self._error is None:
                     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self._error = error
+            self._done.put(None)

@@ -6,6 +6,7 @@ caller gets to look, the same caches.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..errors import StraightlineError
 from ..model import Specialized
 from .dispatchers import Inline, Overlapped
 from .interrupts import Uninterrupted
-from .rewind import UNLIMITED, known, rewind, room
+from .rewind import UNLIMITED, rewind, room
 
 STEPS = 8
 CLEAR_EVERY = 256  # tokens, as mlx-lm does: memory that MLX keeps for reuse is given back
@@ -45,7 +46,7 @@ def generate_step(
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Progress | None = None,
     steps: int = STEPS,
-    overlap: bool | None = None,
+    overlap: bool = False,
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids and log-probabilities [vocab], one pair a token; every argument but the last two as mlx-lm's.
 
@@ -55,8 +56,9 @@ def generate_step(
     steps: tokens computed before one read of the host. Counts up to it (1, 2, 4, ...), so that the first tokens come
         at once. It is 1 where what was computed too early could not be undone (a caller's caches with full rings, with
         `kv_bits`, or about to grow) and for a tapped model, whose rows are those of mlx-lm's loop.
-    overlap: hand a token to the device in a second thread while the next one is built. By default on a GPU, for a
-        specialized model with mlx-lm's own samplers and processors, since others might evaluate something meanwhile.
+    overlap: hand a token to the device in a second thread while the next one is built. Only where the caller can get
+        at nothing that is on its way: greedy, with mlx-lm's own processors or none, caches of the loop's own, a
+        specialized model that is not tapped. Elsewhere, and by default, one thread does both.
     Raises StraightlineError if an argument cannot be used, before anything is run.
     """
     tokens = one_prompt(prompt)
@@ -81,7 +83,7 @@ def generate_step(
         quantize=None if kv_bits is None else (quantized_kv_start, kv_group_size, kv_bits),
         steps=steps,
     )
-    if loop.may_overlap() and (mx.default_device().type == mx.gpu if overlap is None else overlap):
+    if overlap and loop.may_overlap():
         loop.dispatcher = Overlapped()
     return loop.run(tokens, max_tokens, prefill_step_size, prompt_progress_callback or (lambda *_: None))
 
@@ -143,16 +145,21 @@ class _Loop:
         self.dispatcher: Inline | Overlapped = Inline()
         self.pending: deque[_Token] = deque()
         self.context: Any = None
-        self.building = Uninterrupted()
+        # An interrupt inside a forward leaves a token in some caches only, which matters if anyone uses them again.
+        self.building: Any = nullcontext() if own else Uninterrupted()
 
     def may_overlap(self) -> bool:
-        """Whether building a step evaluates nothing, as far as that can be known."""
-        ours = [self.sampler, *self.processors]
+        """Whether nothing but the dispatcher evaluates what is on its way.
+
+        A caller who has the caches may read them between two tokens; one who draws random numbers, the random key of a
+        sampler; functions of a caller's own, whatever they are given.
+        """
         return (
             isinstance(self.model, Specialized)
+            and self.own
+            and self.sampler is greedy_sampler
             and self.quantize is None
-            and known(self.caches)
-            and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in ours)
+            and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in self.processors)
         )
 
     def run(self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress) -> Iterator[tuple[int, mx.array]]:
@@ -169,8 +176,8 @@ class _Loop:
         progress(0, prompt.size)
         done = 0
         while (left := prompt.size - done - 1) > 0:
-            tokens = prompt[done : done + min(chunk, left)]
             with mx.stream(self.dispatcher.stream):
+                tokens = prompt[done : done + min(chunk, left)]
                 with self.building:
                     self.model(tokens[None], cache=self.caches)
                     self._quantize()
@@ -179,7 +186,8 @@ class _Loop:
             done += tokens.size
             progress(done, prompt.size)
             mx.clear_cache()
-        return prompt[done:]
+        with mx.stream(self.dispatcher.stream):
+            return prompt[done:]
 
     def _tokens(self, max_tokens: int, started: Callable[[], Any]) -> Iterator[tuple[int, mx.array]]:
         size, given = 1, 0
@@ -261,8 +269,7 @@ class _Loop:
         finally:
             ahead = len(self.pending) - 2
             if ahead > 0:
-                key = self.pending[1].key
-                if RANDOM[0] is not key:
-                    RANDOM[0][...] = key
+                if RANDOM[0] is not self.pending[1].key:
+                    RANDOM[0][...] = self.pending[1].key
                 if not self.own:
                     rewind(self.caches, ahead)

@@ -12,11 +12,6 @@ from ..kv.sharing import SharedCache
 UNLIMITED = 1 << 30
 
 
-def known(caches: list[Any]) -> bool:
-    """Whether all are of layouts that are read here."""
-    return all(_layout(cache) in _ROOM for cache in caches)
-
-
 def room(caches: list[Any]) -> int:
     """How many single tokens can be appended such that `rewind` can take any of them back; 0 if that is not known."""
     return min(map(_room, caches), default=0)

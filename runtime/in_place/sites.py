@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, states
+from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, resolved_states
 from .compiled import CompiledLayers
 from .slot import Slot
 
@@ -27,7 +27,7 @@ def in_place_sites(sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.
     wanted = {name: _over_slots(name, site, sites) for name, site in sites.items()}
     ours = {name: site for name, site in wanted.items() if site is not None}
     resolved = dict(zip(ours, resolve_all(ours.values(), dtype), strict=True))
-    for name, (state, reason) in zip(ours, states(ours.values(), dtype), strict=True):
+    for name, (state, reason) in zip(ours, resolved_states(ours.values(), dtype), strict=True):
         if state == "plain":
             return None, f"{name}: {reason}"
     over = dict(vars(calls))

@@ -105,4 +105,5 @@ class Slot:
     @property
     def index(self) -> int:
         """mlx-lm's `_idx` of a ring: one behind the last row written."""
-        return (self.offset - 1 + self.shift) % self.rows + 1
+        last: int = (self.offset - 1 + self.shift) % self.rows
+        return last + 1

@@ -10,7 +10,7 @@ from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
 from .matvec import QuantizedMatvec
 from .norms import DualResidualNorms, ResidualNorms
-from .resolve import report, resolve, resolve_all, states
+from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
 from .site import Call, Site
 
@@ -30,5 +30,5 @@ __all__ = [
     "report",
     "resolve",
     "resolve_all",
-    "states",
+    "resolved_states",
 ]

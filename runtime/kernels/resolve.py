@@ -69,7 +69,7 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
     return bar
 
 
-def states(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, kernels: bool = True) -> list[tuple[str, str]]:
+def resolved_states(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, kernels: bool = True) -> list[tuple[str, str]]:
     """("kernel", "written out" or "plain", reason) of each."""
     found = [_resolve((site, dtype, detect(), kernels)) for site in sites]
     return [(one.state, one.reason) for one in found]

@@ -1,12 +1,12 @@
 """The loop: tokens a second of mlx-lm's `generate_step` and of straightline's, E4B at full size, random 4-bit weights.
 
-python3 tests/gpu/loop.py            about 60 s on an H200, 15 to 45 of them for compiling kernels
+python3 tests/gpu/loop.py            about 45 s on an H200, and 15 to 70 for compiling kernels first
 python3 tests/gpu/loop.py --reduced  toys, anywhere (needs the codegen extra)
 
-`sampled`: the tokens, log-probabilities, caches and random key of a generation that was stopped, byte for byte.
 `inline`: mlx-lm's loop on mlx-lm's model, mlx-lm's loop on the specialized one, ours with 1, 4, 8, 16 steps.
 `overlap`: ours once more, a token being handed to the device in a second thread while the next one is built.
 `answer`: from the prompt to the end of an answer of --answer tokens, whose end the loop does not know before.
+`equal`: the tokens, log-probabilities, caches and random key of a generation that was stopped, byte for byte.
 Sides take turns in every round; medians.
 """
 
@@ -40,7 +40,7 @@ class Sides:
         proof = from_random("gemma4-e4b", options.reduced, None, None, 7)
         print(f"model built in {time.perf_counter() - started:.1f} s", flush=True)
         started = time.perf_counter()
-        self.oracle, self.model = proof.oracle, specialize(proof.model, strict=True, kernels=True)
+        self.oracle, self.model = proof.oracle, specialize(proof.model, strict=True, kernels=options.kernels)
         print(f"specialized in {time.perf_counter() - started:.1f} s; one token: ", end="")
         print(self.model.dispatch.decode_reason or "by decode", flush=True)
         self.prompt = mx.array([(7919 * index) % proof.vocabulary for index in range(options.context)])
@@ -109,10 +109,11 @@ class Sides:
             middle, lead = (1e3 * statistics.median(one[name]) for one in (times, first))
             print(f"  {name:<20} {middle:8.1f} ms, the first token after {lead:7.1f} ms", flush=True)
 
-    def sampled(self, names: list[str], tokens: int) -> None:
-        """Equal tokens, log-probabilities and random keys; caches after stopping in the middle."""
+    def equal(self, names: list[str], tokens: int) -> None:
+        """Equal tokens, log-probabilities and random keys; if sampled, caches after stopping in the middle too."""
         kinds: dict[str, dict[str, Any]] = {
             "top-p, min-p, top-k": {"sampler": make_sampler(temp=0.8, top_p=0.9, min_p=0.02, top_k=50)},
+            "greedy": {},
             "repetition": {"logits_processors": make_logits_processors(repetition_penalty=1.2)},
         }
         for kind, how in kinds.items():
@@ -122,8 +123,11 @@ class Sides:
 
     def run(self, name: str, tokens: int, how: dict[str, Any]) -> tuple[list[int], list[mx.array], list[mx.array]]:
         mx.random.seed(11)
-        caches = (self.oracle if name == "mlx-lm" else self.model).make_cache()
-        with closing(self.side(name)(max_tokens=-1, prompt_cache=caches, **how)) as pairs:
+        caches: list[Any] = []
+        if how.get("sampler"):
+            how = how | {"prompt_cache": (self.oracle if name == "mlx-lm" else self.model).make_cache()}
+            caches = how["prompt_cache"]
+        with closing(self.side(name)(max_tokens=-1, **how)) as pairs:
             found = list(islice(pairs, tokens))
         rows = [array for cache in caches for array in cache.keys_and_values()]
         return [token for token, _ in found], [*(one for _, one in found), *rows], [mx.random.state[0]]
@@ -150,13 +154,12 @@ def _same(found: mx.array, expected: mx.array) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--reduced", action="store_true", default=None, help="toy widths")
+    parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="MLX's operations alone")
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--tokens", type=int, default=48, help="timed in each round, a multiple of 16")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--answer", type=int, default=50)
-    parser.add_argument(
-        "--parts", default="sampled,inline,overlap,answer", help="which, in order (default: %(default)s)"
-    )
+    parser.add_argument("--parts", default="inline,overlap,answer,equal", help="which, in order (default: %(default)s)")
     options = parser.parse_args()
     if options.tokens % 16:
         parser.error("--tokens must be a multiple of 16")
@@ -168,12 +171,12 @@ def main() -> int:
     inline = ["mlx-lm", "mlx-lm's loop", *(f"steps {steps}" for steps in (1, 4, 8, 16))]
     overlap = ["mlx-lm's loop", "steps 8", *(f"steps {steps} overlapped" for steps in (1, 4, 8))]
     parts: dict[str, Callable[[], None]] = {
-        "sampled": lambda: sides.sampled(["steps 8", "steps 1 overlapped", "steps 8 overlapped"], 40),
+        "equal": lambda: sides.equal(["steps 8", "steps 8 overlapped"], 40),
         "inline": lambda: sides.race(inline, options.rounds, options.tokens),
         "overlap": lambda: sides.race(overlap, options.rounds, options.tokens),
         "answer": lambda: sides.answers(
             ["mlx-lm's loop", "steps 1", "steps 8", "steps 16", "steps 1 overlapped", "steps 8 overlapped"],
-            3,
+            options.rounds,
             options.answer,
         ),
     }

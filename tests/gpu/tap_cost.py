@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +31,7 @@ TOY_LAYERS = (0, 1, 2, 3, 5, 6)
 Rows = dict[int, mx.array]
 Call = Callable[[mx.array], tuple[mx.array, Rows]]
 SECOND = 1e6
+ROUNDS = 9  # the first is not counted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,31 +116,46 @@ def ids_of(length: int, vocabulary: int) -> mx.array:
 
 
 def memory(model: Any, layers: tuple[int, ...], text: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Peak of one forward over a prompt, and of mlx-lm's chunks; then what is held when only the rows are kept."""
+    """Peak of one forward over a prompt, and of mlx-lm's chunks; then what is held when only the rows are kept.
+
+    A GPU frees what it has finished with, so the peak depends on how far the host is ahead: the least of some runs in
+    turn is what a prompt needs.
+    """
     wrong = []
     ids = ids_of(options.prompt, text["vocab_size"])
-    itemsize = getattr(mx, options.dtype).size
-    row_bytes = len(layers) * text["hidden_size"] * itemsize
-    whole, single = options.prompt * row_bytes, row_bytes
-    print(f"the rows of {len(layers)} taps over {options.prompt} tokens: {mb(whole)}", flush=True)
+    row_bytes = len(layers) * text["hidden_size"] * getattr(mx, options.dtype).size
+    whole = options.prompt * row_bytes
+    print(f"the rows of {len(layers)} taps over {options.prompt} tokens: {mb(whole)}; {options.repeats} runs in turn")
     for path, run in paths(model).items():
         for how in (one_forward, chunks):
-            plain = how(run, model, ids, None, options.chunk)  # also the warm-up
-            plain = how(run, model, ids, None, options.chunk)
-            for name, position, rows in (("six taps", None, whole), ("position=-1", -1, single)):
-                tap = (HiddenTap if how is one_forward else TapRecorder)(layers, position)
-                found = how(run, model, ids, tap, options.chunk)
-                more = found[0] - plain[0]
+            kind = HiddenTap if how is one_forward else TapRecorder
+            makers: dict[str, Callable[[], Any]] = {
+                "no tap": lambda: None,
+                "six taps": lambda kind=kind: kind(layers),
+                "position=-1": lambda kind=kind: kind(layers, -1),
+            }
+            how(run, model, ids, None, options.chunk)  # the warm-up
+            runs: dict[str, list[tuple[int, int]]] = {name: [] for name in makers}
+            for _ in range(options.repeats):
+                for name, make in makers.items():
+                    runs[name].append(how(run, model, ids, make(), options.chunk))
+            least = min(peak for peak, _ in runs["no tap"])
+            for name, found in runs.items():
+                peaks = sorted(peak for peak, _ in found)
+                held = max(one for _, one in found)
+                more = peaks[0] - least
+                median = statistics.median(peaks)
                 print(
-                    f"{path}, {how.__name__}: peak {mb(plain[0])} without, {name} {mb(found[0])}: {mb(more)} more "
-                    f"({more / whole:.3f} of the rows of all tokens); rows kept hold {mb(found[1])}",
+                    f"{path}, {how.__name__}, {name}: peak {mb(peaks[0])} at least, median {mb(median)}, "
+                    f"{mb(peaks[-1])} at most; least {mb(more)} more ({more / whole:.3f} of the rows); "
+                    f"rows kept hold {mb(held)}",
                     flush=True,
                 )
                 if more > 1.02 * whole + SLACK:
                     wrong.append(f"{path}, {how.__name__}, {name}: peak grows by {mb(more)}, rows are {mb(whole)}")
-                steps = 1 if how is one_forward or position is None else -(-options.prompt // options.chunk)
-                if found[1] > 1.02 * steps * rows + SLACK:
-                    wrong.append(f"{path}, {how.__name__}, {name}: {mb(found[1])} are held for rows of {mb(rows)}")
+                rows = {"no tap": 0, "six taps": whole}.get(name, row_bytes * (-(-options.prompt // options.chunk)))
+                if held > 1.02 * rows + SLACK:
+                    wrong.append(f"{path}, {how.__name__}, {name}: {mb(held)} are held for rows of {mb(rows)}")
     return wrong
 
 
@@ -194,6 +209,14 @@ class Side:
         self.base = base
         self.rates: list[float] = []
         self.builds: list[float] = []
+        self.singles: list[float] = []
+
+    def single(self, token: mx.array) -> None:
+        """Seconds of one token, from its graph to its number."""
+        begun = time.perf_counter()
+        following, _ = self.next(token)
+        following.item()
+        self.singles.append(time.perf_counter() - begun)
 
     def round(self, token: mx.array, tokens: int) -> None:
         """As mlx-lm's loop: the next token is asked for before the last one is read."""
@@ -224,7 +247,6 @@ def decode(model: Any, layers: tuple[int, ...], vocabulary: int, options: argpar
     """Rounds that take turns, each with another side first; rates over those of the base in the same rounds."""
     prompt = ids_of(options.context, vocabulary)
     token = mx.array([[23 % vocabulary]])
-    recorders: list[TapRecorder] = []
 
     def bare(run: Any) -> Call:
         caches = filled(model, prompt)
@@ -240,51 +262,51 @@ def decode(model: Any, layers: tuple[int, ...], vocabulary: int, options: argpar
         return call
 
     def recorded(run: Any) -> Call:
-        """What `model.tapped` does: one recorder for all forwards; nobody evaluates its rows."""
+        """What happens inside `model.tapped`: one recorder keeps the rows of all forwards, none evaluated."""
         caches = filled(model, prompt)
         recorder = TapRecorder(layers)
-        recorders.append(recorder)
         return lambda ids: (run(ids, cache=caches, tap=recorder), {})
-
-    def context(run: Any) -> Call:
-        caches = filled(model, prompt)
-
-        def call(ids: mx.array) -> tuple[mx.array, Rows]:
-            return run(ids, cache=caches), {}
-
-        return call
 
     sides = {
         "no tap": Side(bare(model), "no tap"),
         "no tap, again": Side(bare(model), "no tap"),
         "HiddenTap each": Side(a_tap_each(model), "no tap"),
-        "model.tapped": Side(context(model), "no tap"),
+        "model.tapped": Side(recorded(model), "no tap"),
         "monolith": Side(bare(model.monolith), "monolith"),
-        "monolith, again": Side(bare(model.monolith), "monolith"),
         "monolith, HiddenTap each": Side(a_tap_each(model.monolith), "monolith"),
-        "monolith, recorder": Side(recorded(model.monolith), "monolith"),
     }
     names = list(sides)
-    start = time.perf_counter()
-    number = 0
-    while number < 8 or time.perf_counter() - start < options.seconds:
+
+    def in_turn(number: int, step: Callable[[Side], None]) -> None:
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            for recorder in recorders:
-                recorder.steps.clear()
-            with ExitStack() as stack:
-                if name == "model.tapped":
-                    stack.enter_context(model.tapped(layers))
-                sides[name].round(token, options.tokens)
+            step(sides[name])
+
+    start = time.perf_counter()
+    number = 0
+    while number < ROUNDS or time.perf_counter() - start < options.seconds:
+        in_turn(number, lambda side: side.round(token, options.tokens))
         number += 1
         if number == 1:
             for side in sides.values():  # the first round warms up
                 side.rates.clear()
                 side.builds.clear()
-        if number >= 8 and time.perf_counter() - start > options.most_seconds:
-            break
     print(f"{number - 1} rounds of {options.tokens} tokens a side after {options.context}, one round before them")
-    return [found for name, side in sides.items() if (found := line(name, side, sides[side.base], options))]
+    wrong = [found for name, side in sides.items() if (found := line(name, side, sides[side.base], options))]
+    for number in range(options.singles):
+        in_turn(number, lambda side: side.single(token))
+    print(f"single tokens in turn, {options.singles} a side, each waited for:")
+    for name, side in sides.items():
+        base = sides[side.base].singles
+        q25, median, q75 = (
+            SECOND * one for one in statistics.quantiles([a - b for a, b in zip(side.singles, base, strict=True)], n=4)
+        )
+        print(
+            f"{name:<26} {1e3 * statistics.median(side.singles):.3f} ms; {median:+.0f} us [{q25:+.0f} to {q75:+.0f}], "
+            f"{100 * median / SECOND / statistics.median(base):+.2f} %",
+            flush=True,
+        )
+    return wrong
 
 
 def line(name: str, side: Side, base: Side, options: argparse.Namespace) -> str:
@@ -320,8 +342,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="with fused kernels (some 45 s more to compile them)")
     parser.add_argument("--tokens", type=int, default=40, help="of a round (default: %(default)s)")
     parser.add_argument("--context", type=int, default=600, help="tokens before (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=40, help="of decoding, or 8 rounds (default: %(default)s)")
-    parser.add_argument("--most-seconds", type=float, default=55, help="of decoding (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20, help="of rounds, or 9 rounds (default: %(default)s)")
+    parser.add_argument("--singles", type=int, default=150, help="single tokens in turn (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=4, help="of the memory part (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the memory part (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk there (default: %(default)s)")
     parser.add_argument("--skip", action="append", default=[], choices=("primitives", "memory", "decode"))
