@@ -33,7 +33,7 @@ MODES = (
     ("kernels", "kernels, third process"),
 )
 PARTS = ("bind", "resolve", "lay", "compare", "check")
-PROMPT = 16
+PROMPT = 5  # from 8 on MLX compiles products of its own, for half a minute each on a bare machine
 
 
 def main() -> int:
