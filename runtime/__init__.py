@@ -6,7 +6,7 @@ Names are imported when they are first used, so that `straightline --help` does 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .versions import check_versions
+from .versions import refuse_other_versions
 
 if TYPE_CHECKING:
     from .decoding import stream
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .registry import load_generated
     from .taps import HiddenTap
 
-check_versions()
+refuse_other_versions()
 
 __all__ = ["HiddenTap", "StraightlineError", "load", "load_generated", "make_cache", "specialize", "stream"]
 

@@ -22,6 +22,8 @@ from .errors import StraightlineError
 from .kv.chosen import chosen_storage
 from .model import specialize
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
 
 def load(
     path_or_hf_repo: str | Path,
@@ -51,6 +53,7 @@ def load(
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
     folder = find_folder(path_or_hf_repo, revision)
+    _expect_tokenizer(folder)
     storage = chosen_storage(folder, kv_config, kv_bits, kv_group_size, keep_last_full)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
@@ -71,6 +74,12 @@ def find_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pat
         raise StraightlineError(
             f"{path_or_hf_repo}: is no folder here and cannot be had from the hub: {_sentence(error)}"
         ) from error
+
+
+def _expect_tokenizer(folder: Path) -> None:
+    """Before the weights are read, which may take minutes. Where those are absent, that is what will be said."""
+    if any(folder.glob(SHARDS)) and not any((folder / name).exists() for name in TOKENIZERS):
+        raise StraightlineError(f"{folder}: has no tokenizer; expected {TOKENIZERS[0]} beside config.json")
 
 
 def _load_tokenizer(folder: Path, tokenizer_config: dict[str, Any], eos_token_ids: Any) -> Any:
@@ -101,7 +110,10 @@ def load_adapters(model: Any, adapter_path: str | Path, lazy: bool = False) -> N
 def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """The mlx-lm model (the monolith) of a checkpoint folder, and its config. Raises StraightlineError."""
     try:
-        config = read_file(folder / "config.json") | (model_config or {})
+        changes = model_config or {}
+        config = read_file(folder / "config.json")
+        # Others are mlx-lm's own, such as the quantize_activations of mlx_lm.generate.
+        config |= {key: value for key, value in changes.items() if key in config}
         if config.get("model_type") not in NESTED + FLAT:
             raise StraightlineError(
                 f"{folder}: model_type is {show(config.get('model_type'))}; expected a Gemma 4 checkpoint "
@@ -110,8 +122,8 @@ def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | 
         quantization_modes(config)
         for shard in folder.glob(SHARDS):
             refuse_special(shard)
-        changes = (model_config or {}) | _as_mlx_lm_reads_it(config)
-        model, config = utils.load_model(folder, lazy=lazy, model_config=changes, get_model_classes=_classes)
+        changes = changes | _as_mlx_lm_reads_it(config)
+        model, loaded = utils.load_model(folder, lazy=lazy, model_config=changes, get_model_classes=_classes)
     except SpecError as error:
         raise StraightlineError(_in(folder, error)) from None
     except StraightlineError:
@@ -119,7 +131,7 @@ def load_model(folder: Path, lazy: bool = False, model_config: dict[str, Any] | 
     except Exception as error:  # whatever a config or tensor that fits nothing sets off in mlx-lm
         raise StraightlineError(_why_not(folder, config, error)) from error
     model.__class__ = type(model).__bases__[0]
-    return model, config
+    return model, loaded
 
 
 def _why_not(folder: Path, config: Mapping[str, Any], error: Exception) -> str:

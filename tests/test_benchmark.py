@@ -1,6 +1,7 @@
 """runtime/benchmark on toys: cells, bytes by formula, rounds that take turns, departures, tables and charts."""
 
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from comparing import file_of
 from mlx.utils import tree_flatten
 
 from straightline.codegen.kv import uniform_kv_config
-from straightline.runtime.benchmark import race
+from straightline.runtime.benchmark import generation, race
 from straightline.runtime.benchmark.calls import Blocks, Parts, Prompt, ids
 from straightline.runtime.benchmark.cells import Cell, grid, suite, suite_taps
 from straightline.runtime.benchmark.chart import chart
+from straightline.runtime.benchmark.generation import Generation
 from straightline.runtime.benchmark.measures import Spread, bandwidth, count_primitives, same_bytes, spread
 from straightline.runtime.benchmark.models import Pair, Wish, pair_of
 from straightline.runtime.benchmark.race import Bench, Plan
@@ -29,7 +31,14 @@ from straightline.runtime.verification.random_model import build
 
 PLAIN = Wish(None, None, False, "exact")
 SHORT = Plan(steps=3, tokens=2, rounds=3, seconds=None)
-CELLS = [Cell(12), Cell(12, 1, 4), Cell(12, 3, 1, 0, (0, 5, 6)), Cell(5, 1, 3, 0, (-1, 2)), Cell(0, 2, 1, 19, (6,))]
+CELLS = [
+    Cell(12, loop=True),
+    Cell(12),
+    Cell(12, 1, 4),
+    Cell(12, 3, 1, 0, (0, 5, 6)),
+    Cell(5, 1, 3, 0, (-1, 2)),
+    Cell(0, 2, 1, 19, (6,)),
+]
 
 
 def toy_pair(config: dict[str, Any], bits: str = "4", kv_config: list[dict[str, int]] | None = None) -> Pair:
@@ -51,7 +60,7 @@ def dense() -> Pair:
 
 
 def test_a_grid_is_every_combination_and_prompts_come_last() -> None:
-    cells = grid((512, 4096), (1, 4), (1, 2), (2048,), (5,))
+    cells = grid((512, 4096), (1, 4), (1, 2), (2048,), (5,), True)
     assert [cell.name for cell in cells] == [
         "context 512, tapped",
         "context 512, width 2, tapped",
@@ -61,10 +70,12 @@ def test_a_grid_is_every_combination_and_prompts_come_last() -> None:
         "context 4096, width 2, tapped",
         "context 4096, batch 4, tapped",
         "context 4096, batch 4, width 2, tapped",
+        "context 512, loop",
+        "context 4096, loop",
         "prefill 2048, tapped",
         "prefill 2048, batch 4, tapped",
     ]
-    assert [cell.tokens for cell in cells[-3:]] == [8, 2048, 8192]
+    assert [cell.tokens for cell in cells[-5:]] == [8, 1, 1, 2048, 8192]
 
 
 def test_the_suite_is_that_of_issue_5() -> None:
@@ -73,7 +84,11 @@ def test_the_suite_is_that_of_issue_5() -> None:
     for width in (2, 4, 8, 16):
         assert {bool(cell.taps) for cell in cells if cell.width == width} == {True, False}
     assert {cell.batch for cell in cells} == {1, 4, 16}
-    assert {cell.context for cell in cells if not cell.prefill and cell.tokens == 1} == {512, 4096, 32768}
+    assert {cell.context for cell in cells if not cell.prefill and cell.tokens == 1 and not cell.loop} == {
+        512,
+        4096,
+        32768,
+    }
     assert {cell.prefill for cell in cells} == {0, 2048, 8192}
 
 
@@ -187,13 +202,15 @@ def test_every_kind_of_cell_is_equal(name: str) -> None:
     found = bench(toy_pair(getattr(toys, name)), forward=True)
     for cell in CELLS:
         rows = found.rows(cell)
-        assert [row.side for row in rows] == ["mlx-lm", "forward", "straightline"], rows[0].problem
+        forward = [] if cell.loop else ["forward"]
+        assert [row.side for row in rows] == ["mlx-lm", *forward, "straightline"], rows[0].problem
         for row in rows:
             assert (row.departs, row.problem, row.rounds) == ("", "", 3)
             assert row.ratio is not None and row.ratio.low <= row.ratio.median <= row.ratio.high
             assert row.rate is not None and row.best is not None and row.rate.median <= row.best
             assert row.peak is not None and row.peak > 0
-            assert (row.primitives is None) == (row.share is None) == (row.parts is None) == bool(cell.prefill)
+            assert (row.primitives is None) == (row.parts is None) == bool(cell.prefill or cell.loop)
+            assert (row.share is None) == bool(cell.prefill)
         assert rows[0].ratio == (1.0, 1.0, 1.0)
         assert rows[0].compared == (1 if cell.prefill else 3)
 
@@ -202,7 +219,7 @@ def test_every_kind_of_cell_is_equal(name: str) -> None:
 def test_quantized_kv_are_equal(name: str) -> None:
     kv_config = uniform_kv_config(toy_pair(getattr(toys, name)).spec, 4)
     found = bench(toy_pair(getattr(toys, name), kv_config=kv_config))
-    for cell in CELLS:
+    for cell in CELLS[1:]:
         assert [(row.departs, row.problem) for row in found.rows(cell)] == [("", "")] * 2
 
 
@@ -217,6 +234,8 @@ def test_what_departs_has_no_ratio_unless_the_tier_says_so() -> None:
         assert chosen.ratio is not None and chosen.by_choice
     _, prompt = bench(pair).rows(Cell(0, 1, 1, 19))
     assert prompt.departs == "step 0: logits"
+    _, loop = bench(pair).rows(Cell(12, loop=True))
+    assert loop.departs == "step 0: log-probabilities" and loop.ratio is None
 
 
 def test_taps_are_compared(dense: Pair) -> None:
@@ -279,8 +298,8 @@ def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
     found = Bench(dense, Plan(3, 40, 8, 4.0), False, "exact", 1e9)
     rows = found.rows(Cell(12))
-    assert rounds[:2] == [1, 1] and set(rounds[2:]) == {14}  # 3 seconds in ten rounds of two sides
-    assert rows[0].rounds == 11
+    assert rounds[:2] == [1, 1] and set(rounds[2:]) == {9}  # 3 seconds in 16 rounds of two sides
+    assert rows[0].rounds == 17
     rounds.clear()
     found = Bench(dense, Plan(3, 40, 8, 0.01), False, "exact", 1e9)
     assert found.rows(Cell(12))[0].rounds == 3 and set(rounds) == {1}
@@ -303,16 +322,33 @@ def test_peaks_are_those_of_a_side_alone(dense: Pair) -> None:
         del caches
 
 
-def test_a_prompt_is_read_in_chunks_and_a_last_token(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
+def test_a_prompt_is_read_in_chunks_and_a_last_token(dense: Pair) -> None:
     widths: list[int] = []
     side = sides(dense, False)[0]
 
     def call(tokens: mx.array, caches: list[Any], tap: Any) -> mx.array:
         widths.append(tokens.shape[1])
-        return side.call(tokens, caches, tap)
+        return mx.zeros((1, tokens.shape[1], 3))
 
-    Prompt(Cell(0, 1, 1, 4100), 97).seconds(replace(side, call=call), 1)
+    Prompt(Cell(0, 1, 1, 4100), 97).seconds(replace(side, call=call, caches=list), 1)
     assert widths == [2048, 2048, 3, 1]
+
+
+def test_a_loop_is_timed_in_its_stride(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
+    """Whole blocks of eight, from where straightline's loop reads eight at once."""
+    side = sides(dense, False)[0]
+    now, asked = [0.0], []
+
+    def loop(prompt: mx.array, count: int) -> Iterator[tuple[int, mx.array]]:
+        asked.append((prompt.size, count))
+        for token in range(count):
+            now[0] += 5.0 if token < 7 else 0.5
+            yield token, mx.zeros((3,))
+
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
+    calls = Generation(Cell(12, loop=True), 97)
+    assert [calls.seconds(replace(side, loop=loop), steps) for steps in (1, 23)] == [0.5, 0.5]
+    assert asked == [(12, 7 + 8), (12, 7 + 16)]
 
 
 # Numbers

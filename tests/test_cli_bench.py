@@ -115,14 +115,14 @@ def test_the_suite_runs_within_its_budget(
 
     def cut(taps: tuple[int, ...]) -> list[cells.Cell]:
         return [
-            cells.Cell(min(one.context, 16), min(one.batch, 2), one.width, min(one.prefill, 16), one.taps)
+            cells.Cell(min(one.context, 16), min(one.batch, 2), one.width, min(one.prefill, 16), one.taps, one.loop)
             for one in whole(taps)
         ]
 
     monkeypatch.setattr(cells, "suite", cut)
     assert main(["bench", checkpoint, "--suite", "--seconds", "0.05", "--steps", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert len(rows) == 2 * 15 and {row["departs"] + row["problem"] for row in rows} == {""}
+    assert len(rows) == 2 * 16 and {row["departs"] + row["problem"] for row in rows} == {""}
     assert sum(bool(row["cell"]["taps"]) for row in rows) == 2 * 4
 
 
@@ -149,6 +149,10 @@ def test_auto_needs_a_kv_config(checkpoint: str, capsys: pytest.CaptureFixture[s
             "--context, --batch, --width, --prefill, --tokens, --rounds and --steps must be 1 or more",
         ),
         (["x", "--seconds", "nan"], "--seconds must be above 0 and below 1000000"),
+        (
+            ["x", "--loop", "--kv-bits", "8"],
+            "--loop goes with plain K/V; mlx-lm's loop has no others for sliding layers",
+        ),
         (["x", "--context", "a"], "argument --context: invalid indices value: 'a'"),
         (["x", "--kv-bits", "8", "--kv-config", "f"], "argument --kv-config: not allowed with argument --kv-bits"),
     ],

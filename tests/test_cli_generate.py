@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,11 @@ def plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
     return capsys.readouterr().out
 
 
+def reports_in(errors: str) -> list[str]:
+    """What is said at the end of each model."""
+    return [line for line in errors.splitlines() if line.startswith("straightline: ") and " calls generated " in line]
+
+
 @pytest.mark.parametrize("name", ["shared", "dense"])
 def test_the_same_text_as_mlx_lm(
     folders: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -53,7 +61,7 @@ def test_the_same_text_as_mlx_lm(
     assert main(["generate", *arguments]) == 0
     found = capsys.readouterr()
     assert found.out == expected
-    (line,) = [line for line in found.err.splitlines() if line.startswith("straightline: ")]
+    (line,) = reports_in(found.err)
     assert ", 0 by mlx-lm's code" in line and " 0 calls generated" not in line, line
 
 
@@ -66,7 +74,7 @@ def test_speculation_past_the_window_is_plain_greedy_text(
     assert main(["generate", *arguments, "--draft-model", str(folders / "dense"), "--num-draft-tokens", "4"]) == 0
     found = capsys.readouterr()
     assert found.out == expected
-    reports = [line for line in found.err.splitlines() if line.startswith("straightline: ")]
+    reports = reports_in(found.err)
     assert len(reports) == 2 and all(line.endswith(", 0 by mlx-lm's code") for line in reports), reports
 
 
@@ -74,7 +82,7 @@ def test_a_draft_of_another_family_loads_as_usual(folders: Path, capsys: pytest.
     write_llama(folders / "llama")
     arguments = ["--model", str(folders / "shared"), *PROMPT]
     assert main(["generate", *arguments, "--draft-model", str(folders / "llama")]) == 0
-    reports = [line for line in capsys.readouterr().err.splitlines() if line.startswith("straightline: ")]
+    reports = reports_in(capsys.readouterr().err)
     assert len(reports) == 1 and "shared" in reports[0]
 
 
@@ -114,6 +122,89 @@ def test_quantized_caches(folders: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"error: {folders / 'shared'}: {expected}"
 
 
+def test_another_family_runs_as_usual_and_that_is_said(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(folders / "llama")
+    arguments = ["--model", str(folders / "llama"), *PROMPT]
+    expected = plain(capsys, monkeypatch, *arguments)
+    assert main(["generate", *arguments]) == 0
+    found = capsys.readouterr()
+    said = f'straightline: {folders / "llama"}: model_type is "llama", not Gemma 4; mlx-lm\'s own code runs it'
+    assert found.out == expected and said in found.err.splitlines() and reports_in(found.err) == []
+
+
+def test_newer_layouts_load_here_too(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What mlx-lm's own loader does not understand, although its program adds a key of its own to the config."""
+    config = DENSE | {"global_head_dim": 128}
+    checkpoints.publish(tmp_path, config)
+    load(tmp_path, generate=True)
+    assert main(["generate", "--model", str(tmp_path), *PROMPT]) == 0
+    expected = capsys.readouterr().out
+    text = json.loads((tmp_path / "config.json").read_text())
+    heads = {"head_dim": text["text_config"].pop("global_head_dim"), "num_key_value_heads": 1}
+    full = [index for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    text["text_config"]["per_layer_config"] = {f"{index:02}": heads for index in full}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert main(["generate", "--model", str(tmp_path), *PROMPT]) == 0
+    found = capsys.readouterr()
+    assert found.out == expected and ", 0 by mlx-lm's code" in found.err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "FOLDER/config.json: cannot be read (No such file or dire"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: is not JSON ("),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "gemma9"}'),
+            "PROGRAM: Model type gemma9 not supported.",
+        ),
+        (
+            lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
+            "FOLDER: has no tokenizer; expected tokenizer.json beside config.json",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "FOLDER: has neither model*.safetensors nor model.safetensors.index.json; expected the weights beside",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"),
+            "FOLDER: model.safetensors: cannot be read (",
+        ),
+    ],
+    ids=["no config", "damaged config", "unknown family", "no tokenizer", "no weights", "damaged weights"],
+)
+@pytest.mark.parametrize("program", ["generate", "serve"])
+def test_what_cannot_be_loaded_is_said_in_one_sentence(
+    folders: Path, tmp_path: Path, program: str, spoil: Any, message: str
+) -> None:
+    checkpoints.publish(tmp_path, DENSE)
+    spoil(tmp_path)
+    command = [sys.executable, "-m", "straightline.runtime", program, "--model", str(tmp_path)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = ["--port", str(port)] if program == "serve" else ["--prompt", "Hello"]
+    ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    found = line.removeprefix("error: ").replace(str(tmp_path), "FOLDER").replace("mlx_lm.generate", "PROGRAM")
+    assert found.replace("mlx_lm.server", "PROGRAM").startswith(message), line
+
+
+def test_a_port_that_is_taken(folders: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "straightline.runtime", "serve", "--model", str(folders / "shared")]
+        more = ["--port", str(taken.getsockname()[1])]
+        ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    said = "error: serve: it cannot listen there (Address already in use); choose another --host or --port"
+    assert said in ran.stderr.splitlines() and ran.returncode != 0
+
+
 def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program: Any = importlib.import_module("mlx_lm.generate")
     before = program.load, sys.argv
@@ -127,42 +218,84 @@ def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[s
     assert "straightline generate: error: unrecognized arguments: --nonsense" in capsys.readouterr().err
 
 
-def test_a_server_refuses_a_draft_for_shared_kv(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shared = str(folders / "shared")
-    assert main(["serve", "--model", shared, "--draft-model", str(folders / "dense")]) == 1
-    assert capsys.readouterr().err == (
-        f"error: serve: {shared} shares K/V between layers, and mlx-lm's server cannot tell its caches from those "
-        "of a draft model; leave --draft-model out, or use straightline generate\n"
-    )
+@pytest.mark.parametrize(("target", "draft"), [("shared", "dense"), ("dense", "shared"), ("shared", "shared")])
+def test_a_server_with_a_draft_model_gives_plain_greedy_text(
+    folders: Path, target: str, draft: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the window; then a second turn, a prompt that leaves the first far behind, and one that is kept as it is."""
+    arguments = ["--model", str(folders / target), "--draft-model", str(folders / draft), "--num-draft-tokens", "4"]
+    with server(*arguments) as ask:
+        first = ask(PROMPT[1], 24)
+        turns = [(PROMPT[1], 24), (PROMPT[1] + first + " and so on", 16), (PROMPT[1][:9] + "quite another", 12)]
+        turns += [(PROMPT[1] + first[:-1], 8), (PROMPT[1], 24)]
+        found = [first, *(ask(*turn) for turn in turns[1:])]
+        reports = ask.stop()
+    expected = [plain_text(folders / target, prompt, most, capsys, monkeypatch) for prompt, most in turns]
+    assert found == expected
+    assert len(reports) == 2 and all(line.endswith(", 0 by mlx-lm's code") for line in reports), reports
+
+
+def test_a_request_may_name_a_draft_model(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server("--model", str(folders / "shared")) as ask:
+        found = [ask(PROMPT[1], 24, draft_model=str(folders / "dense")), ask(PROMPT[1], 24)]
+        assert ask.stop()
+    assert found == [plain_text(folders / "shared", PROMPT[1], 24, capsys, monkeypatch)] * 2
+
+
+def plain_text(
+    folder: Path, prompt: str, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    wanted = ["--prompt", prompt, "--max-tokens", str(most), "--verbose", "False", "--ignore-chat-template"]
+    return plain(capsys, monkeypatch, "--model", str(folder), *wanted).removesuffix("\n")
+
+
+class Ask:
+    """A running `straightline serve`: called with a prompt, its answer's text."""
+
+    def __init__(self, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1/completions"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "straightline.runtime", "serve", *arguments, "--port", str(port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's & would ignore it
+        )
+
+    def __call__(self, prompt: str, most: int, **more: Any) -> str:
+        body = json.dumps({"prompt": prompt, "max_tokens": most, "temperature": 0} | more).encode()
+        request = urllib.request.Request(self.url, body, {"content-type": "application/json"})
+        text: str = json.loads(answer(self.process, request))["choices"][0]["text"]
+        return text
+
+    def stop(self) -> list[str]:
+        """What it says at the end of the models that served."""
+        self.process.send_signal(signal.SIGINT)
+        _, errors = self.process.communicate(timeout=30)
+        return reports_in(errors)
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[Ask]:
+    ask = Ask(*arguments)
+    try:
+        yield ask
+    finally:
+        ask.process.kill()
 
 
 def test_a_server_answers_and_says_what_served(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "straightline.runtime", "serve", "--model", str(folders / "shared")]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's & would ignore it
-    )
-    try:
-        body = json.dumps({"prompt": PROMPT[1], "max_tokens": 8, "temperature": 0}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-        )
-        text = json.loads(answer(process, request))["choices"][0]["text"]
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    reports = [line for line in errors.splitlines() if line.startswith("straightline: ")]
-    assert len(reports) == 1 and reports[0].endswith(", 0 by mlx-lm's code"), errors
-    arguments = ["--model", str(folders / "shared"), *PROMPT[:3], "8", "--ignore-chat-template", *PROMPT[4:]]
-    assert text == plain(capsys, monkeypatch, *arguments).rstrip("\n")
+    with server("--model", str(folders / "shared")) as ask:
+        text = ask(PROMPT[1], 8)
+        reports = ask.stop()
+    assert len(reports) == 1 and reports[0].endswith(", 0 by mlx-lm's code"), reports
+    assert text == plain_text(folders / "shared", PROMPT[1], 8, capsys, monkeypatch)
 
 
 def answer(process: "subprocess.Popen[str]", request: urllib.request.Request) -> bytes:
@@ -172,6 +305,8 @@ def answer(process: "subprocess.Popen[str]", request: urllib.request.Request) ->
             with urllib.request.urlopen(request, timeout=30) as response:
                 found: bytes = response.read()
                 return found
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from None
         except OSError:
             time.sleep(0.2)
     raise AssertionError("the server does not answer")

@@ -200,3 +200,48 @@ def test_unknown_layers(checkpoint: Path, tmp_path: Path, capsys: pytest.Capture
     how[2] = "--layers=2,7"
     assert main(how) == 1
     assert capsys.readouterr().err == "error: HiddenTap: layers has 7; expected -1 to 6 (6 is after the final norm)\n"
+
+
+def test_one_writer_at_a_time(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is told so before it loads anything, and the first goes on; a killed one leaves nothing locked."""
+    prompts(tmp_path / "p.jsonl")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom straightline.runtime.commands.hold import held\n"
+        "with held(Path(sys.argv[1]), 'taps'):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    out = tmp_path / "rows" / "f.safetensors"
+    arguments = [sys.executable, "-c", program, str(out)]
+    first = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        assert main(command(checkpoint, tmp_path, out="rows/f.safetensors")) == 1
+        assert capsys.readouterr().err == (
+            f"error: {out}: another straightline taps is writing there; wait for it, or choose another --out\n"
+        )
+        assert main(command(checkpoint, tmp_path, out="rows/g.safetensors")) == 0
+    finally:
+        first.kill()
+        first.wait()
+    assert (tmp_path / "rows" / "f.safetensors.lock").exists()
+    assert main(command(checkpoint, tmp_path, out="rows/f.safetensors")) == 0
+    names = {path.name for path in (tmp_path / "rows").iterdir()}
+    assert names == {f"{stem}.safetensors{more}" for stem in "fg" for more in ("", ".index.json")}
+
+
+def test_many_at_once_never_write_together(tmp_path: Path) -> None:
+    """Each that gets in is alone there, also while the lock file comes and goes."""
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom straightline.runtime import StraightlineError\n"
+        "from straightline.runtime.commands.hold import held\n"
+        "inside = Path(sys.argv[2])\nended = time.monotonic() + 2\nentered = 0\n"
+        "while time.monotonic() < ended:\n"
+        "    try:\n        with held(Path(sys.argv[1]), 'taps'):\n"
+        "            inside.touch(exist_ok=False)\n            entered += 1\n            inside.unlink()\n"
+        "    except StraightlineError:\n        pass\n"
+        "print(entered)\n"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path / "f.safetensors"), str(tmp_path / "inside")]
+    running = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    entered = [int(process.communicate()[0]) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert sum(entered) > 3

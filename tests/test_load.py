@@ -409,10 +409,16 @@ def test_no_such_folder() -> None:
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
+    """Said before any weight is read."""
     publish(tmp_path, toys.D6, tokenizer=False)
-    with pytest.raises(StraightlineError, match="its tokenizer cannot be loaded: ") as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value)
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    assert refused(tmp_path) == "FOLDER: has no tokenizer; expected tokenizer.json beside config.json"
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    publish(tmp_path, toys.D6)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert refused(tmp_path).startswith("FOLDER: its tokenizer cannot be loaded: ")
 
 
 def test_without_a_file_the_monolith_serves(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ def overlap(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "overlapped")
 
 
-def theirs(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Iterator[tuple[int, mx.array]]:
+def theirs(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Any:
     mx.random.seed(SEED)
     return iter(mlx_lm_step(mx.array(prompt), model, **how))
 
 
-def ours(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Iterator[tuple[int, mx.array]]:
+def ours(model: Any, prompt: list[int] = PROMPT, **how: Any) -> Any:
     mx.random.seed(SEED)
     return generate_step(prompt, model, **how)
 

@@ -17,6 +17,7 @@ from .measures import count_primitives
 from .sides import Side, blamed, copied, read_prompt
 
 WARM_UP = 2
+WARM_UP_ALONE = 8  # single tokens: straightline settles on a cache after a few of them
 
 Named = dict[str, mx.array]  # "logits" and "tap 5", not evaluated yet
 
@@ -92,9 +93,9 @@ class Blocks:
         return int(mx.get_peak_memory())
 
     def _warm(self, side: Side) -> tuple[mx.array, list[Any]]:
-        """Caches that two calls have gone through, and the block to go on with."""
+        """Caches that some calls have gone through, and the block to go on with."""
         block, caches = self.first, copied(self.filled[side.name])
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP_ALONE if self.ahead else WARM_UP):
             outputs = self._outputs(side, block, caches)
             block = greedy(outputs["logits"])
             mx.eval(block, list(outputs.values()))

@@ -10,16 +10,19 @@ import mlx.core as mx
 
 from .calls import Blocks, Parts, Prompt, ids
 from .cells import Cell
+from .generation import Generation
 from .measures import same_bytes, spread
 from .models import Pair
 from .rows import Row
 from .sides import Side, blamed, fill, sides
 from .traffic import bytes_read
 
+Calls = Blocks | Prompt | Generation
 SINGLE = 15  # calls by themselves, for build, dispatch and wait
 FEWEST = 3  # rounds, whatever the budget
-SHARES = 10  # rounds that a budget is cut into
+SHARES = 16  # rounds that a budget is cut into
 FOR_ROUNDS = 0.75  # of a budget
+PEAKS = 3  # the lowest counts: how late MLX lets go of an array is a matter of timing
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,24 @@ class Bench:
             return [Row(cell, "".join(getattr(error, "__notes__", [])) or "none", problem=_first_line(error))]
 
     def _rows(self, cell: Cell) -> list[Row]:
-        calls = self._prompt(cell) if cell.prefill else self._blocks(cell)
+        calls = self._calls(cell)
+        sides = [side for side in self.sides if side.loop or not cell.loop]
         started = time.perf_counter()
-        departs, compared = self._compare(calls)
-        seconds = self._rounds(calls, started)
+        departs, compared = self._compare(calls, sides)
+        seconds = self._rounds(calls, sides, started)
         rows = []
-        for side in self.sides:
+        for side in sides:
             with blamed(side):
                 row = Row(cell, side.name, departs=departs[side.name], compared=compared)
                 rows.append(self._measured(row, calls, side, seconds))
         return rows
 
-    def _measured(self, row: Row, calls: Blocks | Prompt, side: Side, seconds: dict[str, list[float]]) -> Row:
+    def _measured(self, row: Row, calls: Calls, side: Side, seconds: dict[str, list[float]]) -> Row:
         mine, base = seconds[side.name], seconds[self.sides[0].name]
         tries = SINGLE if self.plan.seconds is None else max(3, min(SINGLE, int(0.1 * self.plan.seconds / mine[0])))
         parts = list(islice(calls.parts(side), tries))
-        tokens, read = row.cell.tokens, (
-            None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
-        )
+        tokens = row.cell.tokens
+        read = None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
         counted = not row.departs or self.by_choice
         return replace(
             row,
@@ -88,28 +91,28 @@ class Bench:
             peak=self._peak(calls, side),
         )
 
-    def _peak(self, calls: Blocks | Prompt, side: Side) -> int:
+    def _peak(self, calls: Calls, side: Side) -> int:
         """As if the side were alone: without the filled caches that rounds start from, and mlx-lm's without ours."""
         gc.collect()
         own = self.pair.own_bytes if side is self.sides[0] else 0
-        return calls.peak(side) - self.held - own
+        return min(calls.peak(side) for _ in range(PEAKS)) - self.held - own
 
-    def _compare(self, calls: Blocks | Prompt) -> tuple[dict[str, str], int]:
+    def _compare(self, calls: Calls, sides: list[Side]) -> tuple[dict[str, str], int]:
         """Where each side departs from mlx-lm, or empty; and how many steps were compared."""
-        departs = {side.name: "" for side in self.sides}
+        departs = {side.name: "" for side in sides}
         compared = 0
-        for step, found in enumerate(calls.walk(self.sides, self.plan.steps)):
-            for side in self.sides:
+        for step, found in enumerate(calls.walk(sides, self.plan.steps)):
+            for side in sides:
                 with blamed(side):
                     mx.eval(list(found[side.name].values()))
                 if not departs[side.name]:
-                    departs[side.name] = _departure(found[self.sides[0].name], found[side.name], step)
+                    departs[side.name] = _departure(found[sides[0].name], found[side.name], step)
             compared += 1
         return departs, compared
 
-    def _rounds(self, calls: Blocks | Prompt, started: float) -> dict[str, list[float]]:
+    def _rounds(self, calls: Calls, sides: list[Side], started: float) -> dict[str, list[float]]:
         """Seconds of a call, for each side one number a round. The order changes with every round."""
-        once = {side.name: _timed(calls, side, 1) for side in self.sides}  # warms up what is timed
+        once = {side.name: _timed(calls, side, 1) for side in sides}  # warms up what is timed
         steps, until = self.plan.tokens, None
         if self.plan.seconds is not None:
             until = started + FOR_ROUNDS * self.plan.seconds
@@ -117,14 +120,21 @@ class Bench:
             steps = max(1, min(steps, int(left / SHARES / sum(once.values()))))
         if isinstance(calls, Prompt):
             steps = 1
-        seconds: dict[str, list[float]] = {side.name: [] for side in self.sides}
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         done = 0
         while done < FEWEST or (done < self.plan.rounds if until is None else time.perf_counter() < until):
-            turn = done % len(self.sides)
-            for side in self.sides[turn:] + self.sides[:turn]:
+            turn = done % len(sides)
+            for side in sides[turn:] + sides[:turn]:
                 seconds[side.name].append(_timed(calls, side, steps))
             done += 1
         return seconds
+
+    def _calls(self, cell: Cell) -> Calls:
+        if not cell.prefill and not cell.loop:
+            return self._blocks(cell)
+        self._let_go()
+        vocabulary = self.pair.spec.vocab_size
+        return Generation(cell, vocabulary) if cell.loop else Prompt(cell, vocabulary)
 
     def _blocks(self, cell: Cell) -> Blocks:
         if self._filled_for != (cell.context, cell.batch):
@@ -140,17 +150,13 @@ class Bench:
             self._filled_for = (cell.context, cell.batch)
         return Blocks(cell, self.pair.spec.vocab_size, self.filled)
 
-    def _prompt(self, cell: Cell) -> Prompt:
-        self._let_go()
-        return Prompt(cell, self.pair.spec.vocab_size)
-
     def _let_go(self) -> None:
         self.filled, self.held, self._filled_for = {}, 0, None
         gc.collect()
         mx.clear_cache()
 
 
-def _timed(calls: Blocks | Prompt, side: Side, steps: int) -> float:
+def _timed(calls: Calls, side: Side, steps: int) -> float:
     with blamed(side):
         return calls.seconds(side, steps)
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 
+from .. import decoding
 from ..kv import make_cache, with_stand_ins
 from ..model import text_model
 from ..monolith import call_text_model
@@ -20,28 +22,41 @@ from .models import Pair
 
 MLX_LM, FORWARD, STRAIGHTLINE = "mlx-lm", "forward", "straightline"
 Call = Callable[[mx.array, list[Any], HiddenTap | None], mx.array]
+Loop = Callable[[mx.array, int], Iterator[tuple[int, mx.array]]]
 
 
 @dataclass(frozen=True)
 class Side:
-    """call: token ids [B, L], caches, a tap or None, to logits [B, L, vocabulary]. caches: new ones, for `call`."""
+    """call: token ids [B, L], caches, a tap or None, to logits [B, L, vocabulary]. caches: new ones, for `call`.
+
+    loop: a prompt [N] and a count, to so many tokens and their log-probabilities; None for a side without one.
+    """
 
     name: str
     call: Call
     caches: Callable[[], list[Any]]
+    loop: Loop | None = None
 
 
 def sides(pair: Pair, forward: bool) -> list[Side]:
     """mlx-lm first. forward: the generated file's entry for any width as a side of its own, decoding included."""
-    found = [Side(MLX_LM, _mlx_lm(pair.oracle), lambda: _stood_in(pair))]
+    model, oracle = pair.model, pair.oracle
+    found = [
+        Side(
+            MLX_LM,
+            _mlx_lm(oracle),
+            lambda: _stood_in(pair),
+            lambda prompt, count: generate_step(prompt, oracle, max_tokens=count),
+        )
+    ]
     if forward:
-        found.append(Side(FORWARD, _forward(pair.model), lambda: make_cache(pair.model, pair.kv_config)))
-    model = pair.model
+        found.append(Side(FORWARD, _forward(model), lambda: make_cache(model, pair.kv_config)))
     found.append(
         Side(
             STRAIGHTLINE,
             lambda ids, caches, tap: model(ids, cache=caches, tap=tap),
             lambda: make_cache(model, pair.kv_config),
+            lambda prompt, count: decoding.generate_step(prompt, model, max_tokens=count),
         )
     )
     return found

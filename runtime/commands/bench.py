@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_argument("--width", type=indices, default=(1,), metavar="L,..", help="tokens a call (default: 1)")
     cells.add_argument("--prefill", type=indices, default=(), metavar="N,..", help="prompts of so many tokens as well")
     cells.add_argument("--taps", type=indices, default=(), metavar="I,..", help="hidden states to keep in every cell")
+    cells.add_argument("--loop", action="store_true", help="generation at each context, by each side's own loop, too")
     cells.add_argument("--suite", action="store_true", help="the standard set, after these")
     kv = parser.add_mutually_exclusive_group()
     kv.add_argument("--kv-config", metavar="FILE", help="how K/V are stored; auto: as the checkpoint says")
@@ -51,35 +52,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    from ..benchmark import chart, report
-    from ..benchmark.cells import grid, suite, suite_taps
+    from ..benchmark import report
     from ..benchmark.measures import bandwidth
-    from ..benchmark.models import Wish, from_checkpoint, from_random
     from ..benchmark.race import Bench, Plan
     from ..verification.machine import describe
 
-    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier)
-    if options.checkpoint:
-        pair = from_checkpoint(options.checkpoint, wish)
-    else:
-        pair = from_random(options.random, options.reduced, options.bits or "4", wish)
-    taps = options.taps
-    contexts = options.context or (() if options.prefill or options.suite else (CONTEXT,))
-    cells = grid(contexts, options.batch, options.width, options.prefill, taps)
-    if options.suite:
-        cells += suite(taps or suite_taps(pair.spec.sentinel))
+    head = describe(None)
+    if not options.json:
+        _show(head)
+    pair = _pair(options)
+    cells = _cells(options, pair)
     rate, how = bandwidth()
-    head = describe(None) | pair.facts | {"bandwidth": f"{rate / 1e9:.1f} GB/s, {how}"}
-    if any(cell.taps for cell in cells):
-        head["taps"] = ", ".join(map(str, next(cell.taps for cell in cells if cell.taps)))
+    facts = pair.facts | {"bandwidth": f"{rate / 1e9:.1f} GB/s, {how}"}
+    tapped = next((cell.taps for cell in cells if cell.taps), ())
+    if tapped:
+        facts["taps"] = ", ".join(map(str, tapped))
+    if not options.json:
+        _show(facts)
+        print("\n".join(["", *report.head()]), flush=True)
     steps = options.steps or (16 if options.suite else 64)
     seconds = options.seconds or (8.0 if options.suite else None)
     bench = Bench(pair, Plan(steps, options.tokens, options.rounds, seconds), options.forward, options.tier, rate)
     rows: list[Any] = []
     with progress(len(cells), "cell", quiet=options.json) as bar:
-        if not options.json:
-            print("\n".join(f"{key:<12} {value}" for key, value in head.items()) + "\n", flush=True)
-            print("\n".join(report.head()), flush=True)
         for cell in cells:
             found = bench.rows(cell)
             rows += found
@@ -88,12 +83,45 @@ def run(options: argparse.Namespace) -> int:
                 bar.write("\n".join(report.lines(found)), file=sys.stdout)
                 sys.stdout.flush()
     if options.json:
-        print(json.dumps({"machine": head, "rows": [row.plain() for row in rows]}, indent=1))
+        print(json.dumps({"machine": head | facts, "rows": [row.plain() for row in rows]}, indent=1))
     if options.svg is not None:
         from ..atomic import write_text
+        from ..benchmark.chart import chart
 
-        write_text(options.svg, chart.chart(f"{pair.facts['model']} beside mlx-lm", head["device"], rows))
+        write_text(options.svg, chart(f"{pair.facts['model']} beside mlx-lm", _caption(options), rows))
     return 1 if any(row.problem or (row.departs and not row.by_choice) for row in rows) else 0
+
+
+def _pair(options: argparse.Namespace) -> Any:
+    from ..benchmark.models import Wish, from_checkpoint, from_random
+
+    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier)
+    if options.checkpoint:
+        return from_checkpoint(options.checkpoint, wish)
+    return from_random(options.random, options.reduced, options.bits or "4", wish)
+
+
+def _cells(options: argparse.Namespace, pair: Any) -> list[Any]:
+    from ..benchmark.cells import grid, suite, suite_taps
+
+    contexts = options.context or (() if options.prefill or options.suite else (CONTEXT,))
+    cells = grid(contexts, options.batch, options.width, options.prefill, options.taps, options.loop)
+    if options.suite:
+        standard = suite(options.taps or suite_taps(pair.spec.sentinel))
+        # mlx-lm's loop has plain K/V only.
+        cells += [cell for cell in standard if not cell.loop or pair.kv_config is None]
+    return cells
+
+
+def _caption(options: argparse.Namespace) -> str:
+    import mlx.core as mx
+
+    device = mx.device_info().get("device_name", str(mx.default_device()))
+    return f"{device}, {options.tier} tier: mlx-lm's time over ours, median of the rounds, whiskers the quartiles"
+
+
+def _show(facts: dict[str, str]) -> None:
+    print("\n".join(f"{key:<12} {value}" for key, value in facts.items()), flush=True)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -101,6 +129,8 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error("name one CHECKPOINT, or --random NAME")
     if options.checkpoint and (options.reduced is not None or options.bits):
         options.usage_error("--reduced and --bits go with --random; a checkpoint is timed as it is")
+    if options.loop and (options.kv_config or options.kv_bits):
+        options.usage_error("--loop goes with plain K/V; mlx-lm's loop has no others for sliding layers")
     numbers = [*(options.context or ()), *options.batch, *options.width, *options.prefill]
     numbers += [options.tokens, options.rounds, 1 if options.steps is None else options.steps]
     if min(numbers) < 1:

@@ -62,7 +62,7 @@ class _Looped:
         )
         if not reason:
             return stream(model, tokenizer, prompt, max_tokens, **options, **self.options)
-        print(f"straightline: {reason}, mlx-lm's own loop runs", file=sys.stderr)
+        print(f"straightline generate: {reason}, mlx-lm's own loop runs", file=sys.stderr)
         if draft_model is not None:
             options |= {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
         if input_embeddings is not None:

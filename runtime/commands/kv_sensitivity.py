@@ -21,6 +21,7 @@ from .measurements import Measurements
 from .progress import progress
 from .prompts import digest, read_prompts
 from .show import indices
+from .subject import name_of
 from .words import size, table
 
 HELP = "which layers need how many KV bits: measured, then written as kv_config.json"
@@ -106,7 +107,7 @@ def _load(options: argparse.Namespace) -> About:
         from ..loading import find_folder, load
 
         folder = find_folder(options.checkpoint)
-        name, weights = folder.resolve().name, weights_digest(folder)
+        name, weights = name_of(options.checkpoint, folder), weights_digest(folder)
         model, tokenizer = load(folder)
         encode = tokenizer.encode
     spec = read_arguments(text_model(model).args)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...codegen.config import FLAT, NESTED, read_file, read_json
-from ...codegen.errors import SpecError
+from ...codegen.errors import SpecError, show
 from ..dispatch import Dispatch
 from ..errors import StraightlineError
 
@@ -42,10 +42,14 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
 
 @dataclass
 class Loader:
-    """Called as mlx-lm's `load`. A model that is not Gemma 4 (a draft model, say) loads as usual."""
+    """Called as mlx-lm's `load`. A model that is not Gemma 4 (a draft model, say) loads as usual.
+
+    draft: the draft model of the models that are loaded next; mlx-lm loads the target before it.
+    """
 
     plain: Callable[..., Any]
     wishes: Wishes
+    draft: str | None
     served: list[tuple[str, Dispatch]] = field(default_factory=list)
 
     def __call__(self, path_or_hf_repo: str, *arguments: Any, **named: Any) -> Any:
@@ -54,18 +58,22 @@ class Loader:
         from ..model import text_model
 
         folder = find_folder(path_or_hf_repo, named.get("revision"))
-        if not _is_gemma(folder):
-            return self.plain(path_or_hf_repo, *arguments, **named)
-        is_draft = path_or_hf_repo == self.wishes.draft
+        kind = _model_type(folder)
+        if kind not in NESTED + FLAT:
+            loaded = self.plain(path_or_hf_repo, *arguments, **named)
+            about = f"model_type is {show(kind)}, not Gemma 4; mlx-lm's own code runs it"
+            print(f"straightline: {path_or_hf_repo}: {about}", file=sys.stderr)
+            return loaded
+        is_draft = path_or_hf_repo == self.draft and not named  # mlx-lm names arguments for the target only
         kv_config = None if is_draft else _read(self.wishes)
         loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
         model = loaded[0]
-        if self.wishes.draft is not None:
+        if self.draft is not None:
             from ...codegen.config import read_arguments
 
             # mlx-lm's rings cannot take tokens back once they are full, and it would not say so.
             spec = model._storage[0] if model._storage else read_arguments(text_model(model).args)
-            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 1))
+            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 2))
         self.served.append((path_or_hf_repo, model.dispatch))
         return loaded
 
@@ -74,9 +82,15 @@ class Loader:
         return [line for name, dispatch in self.served for line in _report(name, dispatch)]
 
 
-def _is_gemma(folder: Path) -> bool:
+def rolls_back(model: Any) -> bool:
+    """Whether the caches of a model take tokens back, as a Loader has it for speculation."""
+    storage = getattr(model, "_storage", None)
+    return storage is not None and storage[1] > 0
+
+
+def _model_type(folder: Path) -> Any:
     try:
-        return read_file(folder / "config.json").get("model_type") in NESTED + FLAT
+        return read_file(folder / "config.json").get("model_type")
     except SpecError as error:
         raise StraightlineError(str(error)) from None
 
@@ -100,7 +114,7 @@ def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
 def specialized(module: str, wishes: Wishes, arguments: list[str]) -> Iterator[Any]:
     """mlx-lm's module with its `load` replaced and the arguments in place; both as before at the end."""
     program: Any = import_module(module)
-    loader = Loader(program.load, wishes)
+    loader = Loader(program.load, wishes, wishes.draft)
     before = sys.argv
     program.load = loader
     sys.argv = [f"straightline {module.rpartition('.')[2].replace('server', 'serve')}", *arguments]

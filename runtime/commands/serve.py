@@ -1,31 +1,67 @@
 """mlx_lm.server on a specialized model. Every flag is mlx-lm's, but for --kv-config and --kernels."""
 
-from pathlib import Path
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ..errors import StraightlineError
-from .loader import Wishes, specialized, split
+from .loader import Loader, specialized, split
 
 
 def run(arguments: list[str]) -> int:
     """Until it is interrupted; then standard error says which path served, how often and why."""
     wishes, rest = split(arguments, "straightline serve")
-    _refuse_shared_draft(wishes)
-    with specialized("mlx_lm.server", wishes, rest) as program:
-        program.main()
+    with specialized("mlx_lm.server", wishes, rest) as program, _adapted(program):
+        try:
+            program.main()
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            why = error.strerror or error
+            raise StraightlineError(f"serve: it cannot listen there ({why}); choose another --host or --port") from None
     return 0
 
 
-def _refuse_shared_draft(wishes: Wishes) -> None:
-    """mlx-lm's server tells a model's caches from its draft's by the number of layers, but sharing layers have none."""
-    if wishes.draft is None or wishes.model is None:
-        return
-    from ..loading import find_folder
-    from .subject import read_folder
+@contextmanager
+def _adapted(program: Any) -> Iterator[None]:
+    """mlx_lm.server, its `load` a Loader, made to speculate with any model and to end when it cannot start."""
+    from .speculation import KeptCaches, every_layer
 
-    folder: Path = find_folder(wishes.model)
-    spec = read_folder(folder, wishes.model).spec
-    if len(spec.owners) < len(spec.layers):
-        raise StraightlineError(
-            f"serve: {wishes.model} shares K/V between layers, and mlx-lm's server cannot tell its caches from those "
-            "of a draft model; leave --draft-model out, or use straightline generate"
-        )
+    loader: Loader = program.load
+    generators = []
+
+    class Provider(program.ModelProvider):  # type: ignore[misc]
+        def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
+            loader.draft = draft_model_path
+            super()._load(model_path, adapter_path, draft_model_path)
+
+        def load_default(self) -> None:
+            try:
+                super().load_default()
+            except Exception as error:
+                # In a thread, whose end would leave a server that answers nothing.
+                said = error if isinstance(error, StraightlineError) else f"mlx_lm.server: {error}"
+                print(f"error: {said}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    class Generator(program.ResponseGenerator):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            generators.append(self)
+            super().__init__(*arguments)
+
+    ours = {
+        "ModelProvider": Provider,
+        "ResponseGenerator": Generator,
+        "LRUPromptCache": KeptCaches,
+        "make_prompt_cache": every_layer,
+    }
+    before = {name: getattr(program, name) for name in ours}
+    try:
+        vars(program).update(ours)
+        yield
+    finally:
+        vars(program).update(before)
+        for one in generators:
+            one.stop_and_join()  # or a port that is taken would leave its thread behind, and the process with it

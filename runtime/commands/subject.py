@@ -52,6 +52,11 @@ def shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
+def name_of(where: str, folder: Path) -> str:
+    """What to call the checkpoint that was asked for as `where`: a hub id as it is, a folder by its name."""
+    return shown(folder.resolve().name) if Path(where).exists() else where
+
+
 def read_folder(folder: Path, name: str) -> Subject:
     config = read_file(folder / CONFIG)
     spec = read_config(config)

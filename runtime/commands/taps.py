@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StraightlineError
+from .hold import held
 from .identity import weights_digest
 from .progress import progress
 from .prompts import digest, read_prompts
 from .shards import FORMAT, Layout, Shard, ShardFile, plan
 from .show import indices
+from .subject import name_of
 from .tap_index import TapIndex
 
 HELP = "hidden states of many prompts into safetensors shards: training data for a drafter"
@@ -39,6 +41,12 @@ def run(options: argparse.Namespace) -> int:
         options.usage_error(f"--batch and --chunk must be 1 or more, --shard-mb above 0 and at most {MOST_MB}")
     if options.out.suffix != ".safetensors":
         options.usage_error("--out must end in .safetensors")
+    with held(options.out, "taps"):
+        _run(options)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
     from ..loading import find_folder, load
     from ..model import text_model
 
@@ -47,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompt_file, tokenizer.encode, text_model(model).args.vocab_size)
     layout = _layout(model, options.layers)
     settings = {
-        "model": folder.resolve().name,
+        "model": name_of(options.checkpoint, folder),
         "fingerprint": _fingerprint(model),
         "weights": weights_digest(folder),
         "layers": list(options.layers),
@@ -69,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
                 _write_shard(model, shard, prompts, layout, settings, options, bar)
                 index.add(shard)
     _say(options, index, kept)
-    return 0
 
 
 def _fingerprint(model: Any) -> str:

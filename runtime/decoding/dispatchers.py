@@ -36,15 +36,19 @@ class Overlapped:
     _idle: list[mx.Stream] = []  # noqa: RUF012  (one for all: MLX never frees a stream)
 
     def __init__(self) -> None:
-        device = mx.default_device()
-        found = next((one for one in self._idle if one.device == device), None)
-        if found is not None:
-            self._idle.remove(found)
-        self.stream: mx.Stream = mx.new_thread_unsafe_stream(device) if found is None else found
+        self.stream: mx.Stream = self._take(mx.default_device())
         self._jobs: SimpleQueue[tuple[mx.array, ...] | None] = SimpleQueue()
         self._taken: SimpleQueue[None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def _take(cls, device: mx.Device) -> mx.Stream:
+        try:
+            stream = cls._idle.pop()
+        except IndexError:
+            return mx.new_thread_unsafe_stream(device)
+        return stream if stream.device == device else cls._take(device)
 
     def submit(self, *arrays: mx.array) -> None:
         """Raises what the device said to an earlier one."""

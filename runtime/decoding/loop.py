@@ -6,6 +6,7 @@ caller gets to look, the same caches.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -143,7 +144,8 @@ class _Loop:
         self.dispatcher: Inline | Overlapped = Inline()
         self.pending: deque[_Token] = deque()
         self.context: Any = None
-        self.building = Uninterrupted()
+        # An interrupt inside a forward leaves a token in some caches only, which matters if anyone uses them again.
+        self.building: Any = nullcontext() if own else Uninterrupted()
 
     def may_overlap(self) -> bool:
         """Whether building a step evaluates nothing, as far as that can be known."""
@@ -169,8 +171,8 @@ class _Loop:
         progress(0, prompt.size)
         done = 0
         while (left := prompt.size - done - 1) > 0:
-            tokens = prompt[done : done + min(chunk, left)]
             with mx.stream(self.dispatcher.stream):
+                tokens = prompt[done : done + min(chunk, left)]
                 with self.building:
                     self.model(tokens[None], cache=self.caches)
                     self._quantize()
@@ -179,7 +181,8 @@ class _Loop:
             done += tokens.size
             progress(done, prompt.size)
             mx.clear_cache()
-        return prompt[done:]
+        with mx.stream(self.dispatcher.stream):
+            return prompt[done:]
 
     def _tokens(self, max_tokens: int, started: Callable[[], Any]) -> Iterator[tuple[int, mx.array]]:
         size, given = 1, 0
@@ -243,7 +246,8 @@ class _Loop:
             self.pending.append(token)
             if join:
                 joined = mx.concatenate([one.id for one in islice(self.pending, join)])
-        dispatcher.submit(token.id, logprobs, *([] if joined is None else [joined]))
+        # The key too, since nothing of a stream that is handed on may be left to be evaluated later.
+        dispatcher.submit(token.id, logprobs, token.key, *([] if joined is None else [joined]))
         return joined
 
     def _note(self, tokens: mx.array) -> None:
@@ -261,8 +265,7 @@ class _Loop:
         finally:
             ahead = len(self.pending) - 2
             if ahead > 0:
-                key = self.pending[1].key
-                if RANDOM[0] is not key:
-                    RANDOM[0][...] = key
+                if RANDOM[0] is not self.pending[1].key:
+                    RANDOM[0][...] = self.pending[1].key
                 if not self.own:
                     rewind(self.caches, ahead)

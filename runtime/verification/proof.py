@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...codegen.config import read_arguments
-from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..errors import StraightlineError
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
@@ -39,7 +39,7 @@ class Proof:
 def from_checkpoint(where: str) -> Proof:
     """Its own weights, held once: the second model is built lazily, then given the arrays of the first."""
     folder = find_folder(where)
-    subject = read_folder(folder, folder.resolve().name)
+    subject = read_folder(folder, name_of(where, folder))
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
     oracle.update(model.parameters())

@@ -1,8 +1,11 @@
-"""The three OptiQ files at full size: generated beside mlx-lm with quantized K/V, byte for byte. About 90 s (H200).
+"""The three OptiQ files at full size: generated beside mlx-lm with quantized K/V, byte for byte. 2 to 4 minutes (H200).
 
     . tests/gpu/path.sh
     python3 tests/gpu/optiq.py                      # --sizes e4b --steps 8; --limit 40: seconds for each size
     python3 tests/gpu/optiq.py --toy --dtype float32     # on a CPU
+
+Much of the time is MLX's, which compiles some kernels anew in every process. So the widths are few, and what
+memory_32k.py measures is measured here too, of the 12B.
 
 Random 4-bit weights, no norm or scalar at its initial value. Caches are those of make_cache(model, kv_config). Each
 call is made four times, each with its own caches: mlx-lm, generated, and both again with every layer tapped; logits,
@@ -23,12 +26,14 @@ from typing import Any
 
 import mlx.core as mx
 from machine import ROOT, describe
+from memory_32k import memory
 
+from straightline.codegen.config import read_config
 from straightline.runtime import load_generated, specialize
 from straightline.runtime.verification.random_model import build, size_in_gb
 from straightline.runtime.verification.walks import Row, Walk, run_walk
 
-SIZES = ("e4b", "12b", "26b")
+SIZES = ("12b", "e4b", "26b")
 LONGEST = 60  # of the text of an error
 
 
@@ -51,7 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def walks(window: int, steps: int) -> tuple[Walk, ...]:
-    """The most telling first. Single tokens come in thirds: before and across the first, second and third wrap."""
+    """The most telling first. Single tokens come in thirds: before and across the first, second and third wrap.
+
+    No width lies between 8 and 32, for which MLX would have other kernels to compile.
+    """
     near, chunk, third = window - min(10, window // 3), min(256, window // 2), (1,) * -(-steps // 3)
     again = window - len(third)
     chunks = (chunk,) * (2 * window // chunk) + (chunk // 2 + 1,)
@@ -59,15 +67,15 @@ def walks(window: int, steps: int) -> tuple[Walk, ...]:
         ("prefill inside, decode across the wrap", (near, *third)),
         ("a chunk, decode across the second wrap", (again, *third)),
         ("a chunk, decode across the third wrap", (again, *third)),
-        ("blocks of 4 and 8 past", (4, 8) * 2),
+        ("blocks of 4 past", (4,) * 4),
     )
     return (
         Walk(around, caches="kv"),
         Walk((("prefill past the window, one pass", (window + chunk,)), ("decode after it", (1,) * 4)), caches="kv"),
         Walk((("blocks of 4 across the wrap", (near, *(4,) * 6)),), caches="kv"),
+        Walk((("rollback: blocks half taken back", (near, *(4,) * 6, 6, 1)),), caches="kv rollback"),
         Walk(((f"chunks of {chunk}", chunks), ("decode after them", (1,) * 4)), caches="kv"),
-        Walk((("rollback: blocks half taken back", (near, *(4,) * 6, 8, 1)),), caches="kv rollback"),
-        Walk((("batch of 2: prefill inside", (near,)), ("batch of 2: decode, a block", (1, 1, 4))), 2, "kv"),
+        Walk((("batch of 2: prefill inside", (near,)), ("batch of 2: decode, a block", (1, 1, 2))), 2, "kv"),
     )
 
 
@@ -95,6 +103,8 @@ def check(size: str, options: argparse.Namespace) -> Iterator[Row]:
     counts, served = model.dispatch.counts, model.dispatch.file
     print(f"   {counts['generated']} calls generated, {counts['monolith']} by mlx-lm's code ({served})", flush=True)
     print(f"   peak {mx.get_peak_memory() / 1e9:.1f} GB", flush=True)
+    if size == "12b" and options.tokens and not options.toy:
+        memory(model, read_config(config), kv_config, options.tokens, 2048)
     if counts["monolith"]:
         yield Row(f"{size}: dispatch", f"{model.dispatch.reasons}", 0.0)
 
@@ -111,7 +121,6 @@ def subject(size: str, options: argparse.Namespace) -> tuple[dict[str, Any], lis
     from toys import SHAPES
 
     from straightline.codegen import generate
-    from straightline.codegen.config import read_config
 
     config = dict(SHAPES[size])
     kv_config = [
@@ -128,6 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", default=",".join(SIZES), help="which, in order (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="single tokens around the three wraps (default: 64)")
     parser.add_argument("--limit", type=float, default=60, help="seconds for each size; then the next (default: 60)")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the 12B's memory; 0: leave it out")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--commit", help="what to call the commit where there is no git")
     parser.add_argument("--toy", action="store_true", help="small models (needs the codegen extra)")

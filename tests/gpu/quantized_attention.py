@@ -1,11 +1,14 @@
-"""Which quantized products MLX has on this device, and what may stand in for those that it has not. About 60 s.
+"""Which quantized products MLX has on this device, whether they are right, and what may stand in. About 25 s.
 
     . tests/gpu/path.sh
     python3 tests/gpu/quantized_attention.py       # --limit 18: seconds for each part; --toy: small, for a CPU
+    python3 tests/gpu/quantized_attention.py --parts products,attention,decode --ways "contiguous,folded" --limit 600
 
-Three parts, one line a cell. `products` runs q @ K^T and p @ V alone, for rows that are laid out as a cache hands them
-out. `attention` runs whole attentions in several ways. `decode` times them at one token. A cell says `ok`, the largest
-error against float64 (relative to the largest number), and the time; or the error that MLX raised.
+Parts, one line a cell. `one token` runs q @ K^T for one token where two heads share each KV head, over rows laid out
+as a cache hands them out. `packing` quantizes and dequantizes, a slice too. `decode` times whole attentions at one
+token. `products` and `attention` are many more shapes; on CUDA they need kernels that MLX compiles for half a minute
+each, anew in every process. A cell says `ok`, the largest error against float64 (relative to the largest number;
+1e+00 is wrong) and the time; or the error that MLX raised.
 """
 
 import argparse
@@ -49,11 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--limit", type=float, default=18, help="seconds for each part, then the next")
     parser.add_argument("--toy", action="store_true", help="short rows, for a CPU")
-    parser.add_argument("--parts", default="products,attention,decode")
+    parser.add_argument("--parts", default="one token,packing,decode", help="also: products, attention")
+    parser.add_argument("--ways", default=f"{FAST},{PLAIN}", help=f"of {', '.join(WAYS)} (default: %(default)s)")
     options = parser.parse_args(arguments)
     for key, value in describe(None).items():
         print(f"{key:<12} {value}")
-    parts = {"products": products, "attention": attention, "decode": decode}
+    ways = tuple(options.ways.split(","))
+    parts = {
+        "one token": one_token,
+        "packing": packing,
+        "products": products,
+        "attention": partial(attention, ways),
+        "decode": partial(decode, ways),
+    }
     for name in options.parts.split(","):
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()
@@ -67,6 +78,42 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # Products
+
+
+def one_token(toy: bool) -> Iterator[str]:
+    """What MLX's kernel for few rows computes; CUDA has that one compiled already."""
+    for kind in (Heads("2 over 1", 2, 1, 256), Heads("4 over 2", 4, 2, 256)):
+        for tokens in (200,) if toy else (912, 1024):
+            for layout in LAYOUTS:
+                yield line("q @ K^T", kind, layout, (4, 64), (1,), tokens)
+
+
+def packing(toy: bool) -> Iterator[str]:
+    """Every packing, of a whole and of a slice: against float64 from the same codes, scales and biases."""
+    for bits, group in PACKINGS:
+        head = f"{bits} bits of {group:<3} "
+        try:
+            rows = mx.random.normal((2, 4, 64 if toy else 512, 256)).astype(mx.bfloat16)
+            packed = mx.quantize(rows, group, bits)
+            whole = mx.dequantize(*packed, group, bits)
+            some = mx.dequantize(*(part[:, :, 3:-5] for part in packed), group, bits)
+            mx.eval(whole, some)
+            error = apart(whole, unpacked(packed, bits, group))
+            lost = apart(whole, float64(rows))
+            same = mx.array_equal(some, whole[:, :, 3:-5]).item()
+        except Exception as error:
+            yield head + short(error)
+            continue
+        yield f"{head}ok {error:.0e}; {lost:.0e} from what was packed; a slice is {'the same' if same else 'WRONG'}"
+
+
+def unpacked(packed: Any, bits: int, group: int) -> np.ndarray[Any, Any]:
+    """float64 of the codes, which lie one after another from the lowest bit of the first word."""
+    words = np.array(packed[0])
+    flat = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
+    codes = (flat * (1 << np.arange(bits))).sum(-1).astype(np.float64)
+    scales, biases = (np.repeat(float64(part), group, axis=-1) for part in packed[1:])
+    return codes * scales + biases
 
 
 def products(toy: bool) -> Iterator[str]:
@@ -141,21 +188,21 @@ def one_product(product: str, kind: Heads, packing: tuple[int, int], handed: Any
 # Whole attentions
 
 
-def attention(toy: bool) -> Iterator[str]:
+def attention(ways: tuple[str, ...], toy: bool) -> Iterator[str]:
     """L new tokens over T rows, T - L of them from before."""
     cases = ((64, 64), (4, 200)) if toy else ((912, 912), (4, 1000), (16, 1000), (2048, 4096), (2048, 32768))
     for width, tokens in cases:
         for kind in (KINDS[0], KINDS[2]) if tokens > 4096 else KINDS:
-            yield from whole(kind, (4, 64), width, tokens, tuple(WAYS))
+            yield from whole(kind, (4, 64), width, tokens, ways)
     for packing in PACKINGS[1:]:
-        yield from whole(KINDS[0], packing, 64, 200 if toy else 600, ("contiguous", "dequantized, fast"))
+        yield from whole(KINDS[0], packing, 64, 200 if toy else 600, ways)
 
 
-def decode(toy: bool) -> Iterator[str]:
+def decode(ways: tuple[str, ...], toy: bool) -> Iterator[str]:
     for tokens in (200,) if toy else (1000, 32000, 8000):
         for kind in KINDS[:3] if tokens > 1000 else KINDS:
             for packing in PACKINGS[:2]:
-                yield from whole(kind, packing, 1, tokens, tuple(WAYS))
+                yield from whole(kind, packing, 1, tokens, ways)
 
 
 def quantized(q: mx.array, keys: Rows, values: Rows, mask: Any, bits: int, group: int, tokens: int) -> mx.array:
@@ -193,13 +240,13 @@ def matmuls(q: mx.array, keys: Rows, values: Rows, mask: Any, bits: int, group: 
     return (mx.softmax(scores, axis=-1, precise=True) @ v).reshape(batch, heads, width, dim)
 
 
-PLAIN = "plain K/V, fast"
+FAST, PLAIN = "dequantized", "plain"
 WAYS: dict[str, Any] = {
-    "mlx-lm, slices": quantized,
+    "slices": quantized,
     "contiguous": copied,
     "folded": folded,
-    "dequantized, fast": fast,
-    "dequantized, matmuls": matmuls,
+    FAST: fast,
+    "written out": matmuls,
     PLAIN: None,
 }
 

@@ -1,0 +1,144 @@
+"""`straightline generate` runs mlx-lm's program on the loop of runtime/decoding: the same text for the same flags."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import mlx.core as mx
+import pytest
+import toys
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+from straightline.runtime import decoding, load
+from straightline.runtime.cli import main
+from straightline.runtime.toy import VOCABULARY
+
+PROMPT = ["--prompt", "a prompt that is longer than the window", "--max-tokens", "24"]
+SHAPE = toys.E6 | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+DENSE = toys.D6 | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("loop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRAIGHTLINE_CACHE", str(root / "cache"))
+        for name, config in (("shared", SHAPE), ("dense", DENSE)):
+            checkpoints.publish(root / name, config)
+            load(root / name, generate=True)
+        yield root
+
+
+def plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What mlx-lm's own program prints."""
+    program: Any = importlib.import_module("mlx_lm.generate")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["mlx_lm.generate", *arguments])
+        program.main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each `stream` that is asked for."""
+    seen: list[dict[str, Any]] = []
+    stream = decoding.stream
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        seen.append(options)
+        return stream(*arguments, **options)
+
+    monkeypatch.setattr(decoding, "stream", recorded)
+    return seen
+
+
+FLAGS: dict[str, list[str]] = {
+    "greedy": [],
+    "sampled": ["--temp", "1.0", "--top-p", "0.9", "--min-p", "0.01", "--top-k", "50", "--seed", "7"],
+    "xtc": ["--temp", "1.0", "--xtc-probability", "0.5", "--xtc-threshold", "0.05", "--seed", "3"],
+    "prefill": ["--prefill-step-size", "5", "--ignore-chat-template"],
+    "stop": ["--temp", "1.3", "--seed", "1", "--extra-eos-token", "e", "a", "i", "o", "n", "t"],
+    "quantized": ["--kv-bits", "8", "--quantized-kv-start", "12"],
+    "sized": ["--max-kv-size", "64"],
+    "one token": ["--max-tokens", "1"],
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_same_text(
+    name: str,
+    folders: Path,
+    used: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # mlx-lm alone cannot quantize rings, so there its program runs on our model.
+    arguments = ["--model", str(folders / "dense"), *PROMPT, *FLAGS[name], "--verbose", "False"]
+    if name == "quantized":
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "stream", importlib.import_module("mlx_lm.generate").stream_generate)
+            assert main(["generate", *arguments]) == 0
+        expected = capsys.readouterr().out
+    else:
+        expected = plain(capsys, monkeypatch, *arguments)
+    assert main(["generate", *arguments]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["generate", *arguments, "--steps", "3"]) == 0
+    assert capsys.readouterr().out == expected
+    assert "steps" not in used[0] and used[1]["steps"] == 3 and len(used) == 2
+
+
+def test_verbose_says_the_same_but_for_rates(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", str(folders / "shared"), *PROMPT]
+    expected = plain(capsys, monkeypatch, *arguments).splitlines()
+    assert main(["generate", *arguments]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) == len(expected) and found[:-3] == expected[:-3]
+    assert [line.partition(",")[0] for line in found[-3:-1]] == [line.partition(",")[0] for line in expected[-3:-1]]
+
+
+def test_a_prompt_cache_of_a_file(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = str(folders / "dense")
+    import mlx_lm
+
+    model, tokenizer = mlx_lm.load(where)
+    caches = make_prompt_cache(model)
+    model(mx.array([tokenizer.encode("What came before.")]), cache=caches)
+    file = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(file, caches, {"model": where, "tokenizer_config": "{}"})
+    arguments = ["--model", where, *PROMPT, "--prompt-cache-file", file, "--verbose", "False"]
+    expected = plain(capsys, monkeypatch, *arguments)
+    assert main(["generate", *arguments]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_draft_model_has_mlx_lms_loop(
+    folders: Path, used: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--model", str(folders / "dense"), *PROMPT, "--draft-model", str(folders / "shared")]
+    assert main(arguments) == 0
+    assert "straightline generate: with a draft model, mlx-lm's own loop runs\n" in capsys.readouterr().err
+    assert not used
+
+
+def test_bad_steps(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(folders / "dense"), "--steps", "0"]) == 1
+    assert capsys.readouterr().err == "error: --steps is 0; expected a whole number from 1\n"
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--steps", "many"])
+    assert stopped.value.code == 2
+    assert "straightline generate: error: argument --steps: invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program: Any = importlib.import_module("mlx_lm.generate")
+    before = program.stream_generate, program.load
+    assert main(["generate", "--model", str(folders / "dense"), *PROMPT, "--max-tokens", "0"]) == 1
+    assert "error: max_tokens is 0; expected 1 or more, or -1 for no limit" in capsys.readouterr().err
+    assert (program.stream_generate, program.load) == before
