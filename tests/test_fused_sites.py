@@ -30,6 +30,7 @@ NAMES = (
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRAIGHTLINE_CACHE", str(tmp_path / "cache"))
+    sys.modules[resolve.__module__].forget()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
