@@ -105,6 +105,7 @@ class Bound:
             if self.decode_reason and options.kernels is not False:
                 # Each kernel is exact by itself; should they not be together, decode without them.
                 together = self.decode_reason
+                self.weights.single = self._for_one_token(text, False)
                 self.routes = tuple(self._route(text, file, False) for file in self.files)
                 self.decode_reason = self._check_decode(text, spec.vocab_size)
                 self.kernels_reason = "" if self.decode_reason else together
