@@ -39,7 +39,7 @@ def decode_refused(
                 return "nothing can be compared inside mx.compile"
         for step in range(STEPS):
             token = ids[:, step : step + 1]
-            found = decode(weights, sites, token, ours, no_tap)
+            found = decode(weights.single, sites, token, ours, no_tap)
             expected = forward(weights, token, theirs, no_tap)
             if not _same(found, expected):
                 return f"its logits differ from those of forward at step {step}"
@@ -58,14 +58,12 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
         for caches in (ours, theirs):
             if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
                 return "nothing can be compared inside mx.compile"
-            rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
-            for index, cache in enumerate(caches):
-                _fill(cache, rows, index)
+            fill(caches)
         lease = Lease(ours, route)
         for step in range(STEPS + 1):
             token = mx.array([[step % vocabulary]])
             slots, calls = lease.begin(route.in_place)
-            found = route.decode(weights, calls, token, slots, no_tap)
+            found = route.decode(weights.single, calls, token, slots, no_tap)
             lease.end(found)
             if not _same(found, route.forward(weights, token, theirs, no_tap)):
                 return f"its logits differ from those of forward at step {step}"
@@ -76,6 +74,13 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
     except (RuntimeError, ValueError) as error:
         return f"it fails here: {error}"
     return ""
+
+
+def fill(caches: list[Any]) -> None:
+    """Random rows up to the last before the first ring wraps, in caches that have seen one token."""
+    rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
+    for index, cache in enumerate(caches):
+        _fill(cache, rows, index)
 
 
 def _fill(cache: Any, rows: int, seed: int) -> None:

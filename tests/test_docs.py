@@ -16,11 +16,15 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 # Calls whose text arguments are, or become, messages to a user.
-RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported"}
+RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported", "Fast"}
 # Functions that return a message, or nothing.
 REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
+    "lay",
+    "withdraw",
     "_check_decode",
     "decode_refused",
+    "fast_refused",
+    "refused",
 }
 # Seen only by whoever changes templates.
 FOR_PROGRAMMERS = {

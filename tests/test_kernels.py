@@ -21,12 +21,17 @@ from oracle import oracle
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
     QuantizedMatvec,
+    QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
     backends,
     memory,
     report,
@@ -60,6 +65,11 @@ SITES: tuple[Site, ...] = (
     Geglu(64, joined=True, experts=2),
     PerLayerGate(64, 5),
     QuantizedMatvec(256, 96),
+    GatedExperts(128, 64, 3),
+    SummedExperts(64, 128, 3),
+    Router(16, 3),
+    QuantizedRouter(128, 16, 3),
+    QuantizedPerLayerGate(128, 64, 3),
     QuantizedMatvec(256, 96, bits=8, group_size=32, glu=True),
 )
 ONE = SITES[3]
@@ -287,9 +297,28 @@ def test_progress_is_shown_where_kernels_are_compiled(
 ) -> None:
     fake = use(monkeypatch)
     resolve_all((ONE, ONE, SITES[2]))
+    assert capsys.readouterr().err == ""  # soon over
+    resolving.forget()
+    monkeypatch.setattr(resolving, "PATIENCE", 0.0)
+    resolve_all((ONE, ONE, SITES[2]))
     assert "checking fused kernels on Fake 9000: 100%" in capsys.readouterr().err
+    made = len(fake.made)
     resolve_all((ONE, SITES[2]))
-    assert capsys.readouterr().err == "" and len(fake.made) == 2
+    assert capsys.readouterr().err == "" and len(fake.made) == made
+
+
+def test_kernels_are_the_default_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = ("plain", "kernels are off; specialize(model, kernels=True) checks them")
+    for name, kernels, expected in (
+        ("cuda", None, "kernel"),
+        ("metal", None, off),
+        ("metal", True, "kernel"),
+        ("cuda", False, off),
+    ):
+        resolving.forget()
+        use(monkeypatch, name=name)
+        resolve_all((ONE,), progress=False, kernels=kernels)
+        assert expected in (report()[ONE], report()[ONE][0])
 
 
 def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +384,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     use(monkeypatch)
     resolve(ONE)
     assert report()[ONE][0] == "kernel"
-    assert "namespace straightline" in backends._include(ONE.program("cuda"))  # the text itself, in place of a path
+    assert "namespace straightline" in backends.header_of(ONE.program("cuda"))  # the text itself, in place of a path
 
 
 def test_processes_do_not_lose_each_others_findings() -> None:
@@ -423,8 +452,10 @@ def test_layouts_are_those_of_mlx() -> None:
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
 @pytest.mark.parametrize("site", SITES, ids=repr)
 def test_texts_are_whole(site: Site, backend: str) -> None:
-    if backend == "metal" and isinstance(site, QuantizedMatvec):
-        with pytest.raises(Unsupported, match="MLX's own kernel is used on Metal"):
+    if backend == "metal" and isinstance(
+        site, (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, Router, SummedExperts)
+    ):
+        with pytest.raises(Unsupported, match=r"on Metal|Metal's partition"):
             site.program(backend)
         return
     program = site.program(backend)

@@ -31,7 +31,7 @@ class Wish:
 
     kv_config: str | None
     kv_bits: int | None
-    kernels: bool
+    kernels: bool | None
     tier: str
 
 

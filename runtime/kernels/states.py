@@ -28,14 +28,14 @@ class SiteState:
 
 
 def running(model: Any) -> tuple[SiteState, ...]:
-    """Each site of a specialized model as it was chosen in this process."""
-    chosen = report()
-    files = model._bound.files if model._bound.routes else ()
-    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in sites_of(files) if site in chosen)
+    """Each site of a specialized model as it was chosen in this process, then its quantized products by their slot."""
+    chosen, bound = report(), model._bound
+    pairs = (*sites_of(bound.files), *bound.products) if bound.routes else ()
+    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in pairs if site in chosen)
 
 
 def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:
-    """Each site of these files as it would run with kernels=True. Compiles and computes nothing."""
+    """Each site of these files as it would run with kernels. Compiles and computes nothing."""
     backend = detect()
     return tuple(SiteState(name, repr(site), *_expected(site, dtype, backend)) for name, site in sites_of(files))
 

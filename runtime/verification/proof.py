@@ -71,10 +71,10 @@ def from_random(name: str, reduce: bool | None, layers: int | None, dtype: str |
     return _proof(oracle, plain, quantized, kv_config, FEW_STEPS if reduce else STEPS, facts)
 
 
-def with_kernels(proof: Proof) -> Proof:
-    """The same, decoding with fused kernels where they are exact here."""
-    model = specialize(proof.model, strict=True, kernels=True)
-    quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=True)
+def with_kernels(proof: Proof, kernels: bool) -> Proof:
+    """The same, decoding with fused kernels where they are exact here, or without."""
+    model = specialize(proof.model, strict=True, kernels=kernels)
+    quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=kernels)
     return replace(proof, model=model, quantized=quantized, facts=proof.facts | _decoding(model))
 
 
