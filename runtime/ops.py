@@ -21,9 +21,13 @@ def attention_over_plain_rows(
 ) -> mx.array:
     """[B, heads, L, dim]: attention where quantized caches hand out plain rows. Takes (packed, scales, biases), too."""
     if isinstance(keys, tuple):
-        keys = mx.dequantize(*keys, group_size=group_size, bits=bits)
-        values = mx.dequantize(*values, group_size=group_size, bits=bits)
+        keys, values = (_plain(rows, group_size, bits) for rows in (keys, values))
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def _plain(rows: Any, group_size: int, bits: int) -> mx.array:
+    packed, scales, biases = rows
+    return mx.dequantize(packed, scales, biases, group_size, bits)
 
 
 _attention = attention_over_plain_rows if PLAIN_ROWS else quantized_scaled_dot_product_attention
