@@ -7,11 +7,16 @@ from pathlib import Path
 
 def write_text(path: Path, text: str) -> None:
     """The whole text or nothing, for whoever reads the file meanwhile. Raises OSError."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """The same for bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
-        with written.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with written.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(written, path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .kernels import QKVRope, Site, resolve_all
 from .kv.device import packing
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
+from .tier import States, fast_refused, fast_route, packed_caches, sites_of
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating
@@ -34,13 +36,15 @@ class Options:
     module: ModuleType | None
     strict: bool
     generate: bool
-    kernels: bool
+    kernels: bool | None
+    tier: str = "exact"
 
 
 class Route(NamedTuple):
     """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
 
     sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
+    whole: whether these slots show whole buffers.
     """
 
     guard: CacheGuard
@@ -48,6 +52,7 @@ class Route(NamedTuple):
     decode: Callable[..., mx.array] | None
     sites: SimpleNamespace
     in_place: InPlace | None
+    whole: bool = False
 
 
 class Earlier(NamedTuple):
@@ -56,6 +61,7 @@ class Earlier(NamedTuple):
     files: tuple[ModuleType, ...]
     decode_checked: bool
     in_place_checked: bool
+    tier_checked: frozenset[str] = frozenset()
 
 
 class Bound:
@@ -65,9 +71,11 @@ class Bound:
         """earlier: what served until the modules changed.
 
         decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
         file = options.module
-        found, self.decode_checked, self.in_place_checked = earlier or Earlier((), False, False)
+        earlier = earlier or Earlier((), False, False)
+        found, self.decode_checked, self.in_place_checked, self.tier_checked = earlier
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -79,7 +87,8 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
-        self.decode_reason = self.in_place_reason = ""
+        self.decode_reason = self.in_place_reason = self.kernels_reason = ""
+        self.tier_sites: States = {}
         try:
             if text.training:
                 raise StraightlineError("the model is in training mode; call model.eval() for the generated path")
@@ -93,26 +102,34 @@ class Bound:
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
+            if self.decode_reason and options.kernels is not False:
+                # Each kernel is exact by itself; should they not be together, decode without them.
+                together = self.decode_reason
+                self.weights.single = self._for_one_token(text, False)
+                self.routes = tuple(self._route(text, file, False) for file in self.files)
+                self.decode_reason = self._check_decode(text, spec.vocab_size)
+                self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
             self._check_in_place(text, spec.vocab_size)
+            if options.tier == "fast":
+                self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
-    def _for_one_token(self, text: nn.Module, kernels: bool) -> Any:
+    def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
         products = tuple(filter(pays, find_products(self.files[0], text)))
         self.products = tuple(dict.fromkeys((one.slot, one.site) for one in products))
-        sites = [site for file in self.files for site in _sites(file).values()]
+        sites = [site for file in self.files for site in sites_of(file).values()]
         calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
         return with_kernels(self.weights, products, calls[len(sites) :])
 
-    def _route(self, text: nn.Module, file: ModuleType, kernels: bool) -> Route:
-        sites = _sites(file)
-        dtype = stream_dtype(text)
+    def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
+        sites, dtype = sites_of(file), stream_dtype(text)
         calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
         guard, in_place = CacheGuard(file.CACHES), None
-        if not kernels:
+        if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
             in_place, self.in_place_reason = in_place_sites(sites, calls, dtype)
@@ -134,6 +151,18 @@ class Bound:
         self.decode_checked = not reason
         return reason
 
+    def _fast_route(self, text: nn.Module, vocabulary: int, file: ModuleType, route: Route) -> Route:
+        """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
+        sites = sites_of(file)
+        fast, states = fast_route(route, sites, file.CACHES, stream_dtype(text))
+        refused = self.decode_reason
+        if fast is not route and not refused and file.FINGERPRINT not in self.tier_checked:
+            make_caches = partial(packed_caches, file.CACHES) if route.guard.quantized else _caches_of(text)
+            refused = fast_refused(self.weights, fast, sites, make_caches, vocabulary)
+            self.tier_checked |= frozenset(() if refused else (file.FINGERPRINT,))
+        self.tier_sites |= {name: ("exact", refused) for name in states} if refused else states
+        return route if refused else fast
+
     def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
         for index, route in enumerate(self.routes):
             if route.in_place is not None and not self.in_place_checked:
@@ -145,7 +174,7 @@ class Bound:
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""
         if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
-            Lease(caches, route)
+            Lease(caches, route, route.whole)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -190,17 +219,14 @@ class Bound:
         return None, reasons[-1 if quantized else 0]
 
 
-def _sites(file: ModuleType) -> dict[str, Site]:
-    return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
-
-
 def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """q of a token, and all keys and values of its cache, the token's own included."""
+    """q of a token, and all keys and values of its cache, the token's own included. projected: the call without."""
 
     def qkv(cache: Any, *inputs: mx.array) -> tuple[Any, ...]:
         q, k, v = call(*inputs)
         return q, *cache.update_and_fetch(k, v)
 
+    qkv.projected = call  # type: ignore[attr-defined]
     return qkv
 
 

@@ -58,9 +58,7 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
         for caches in (ours, theirs):
             if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
                 return "nothing can be compared inside mx.compile"
-            rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
-            for index, cache in enumerate(caches):
-                _fill(cache, rows, index)
+            fill(caches)
         lease = Lease(ours, route)
         for step in range(STEPS + 1):
             token = mx.array([[step % vocabulary]])
@@ -76,6 +74,13 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
     except (RuntimeError, ValueError) as error:
         return f"it fails here: {error}"
     return ""
+
+
+def fill(caches: list[Any]) -> None:
+    """Random rows up to the last before the first ring wraps, in caches that have seen one token."""
+    rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
+    for index, cache in enumerate(caches):
+        _fill(cache, rows, index)
 
 
 def _fill(cache: Any, rows: int, seed: int) -> None:

@@ -9,7 +9,10 @@ class Dispatch:
     reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
+    kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
+    tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
+    was measured, or why not).
     """
 
     def __init__(self, strict: bool) -> None:
@@ -20,7 +23,10 @@ class Dispatch:
         self.file: str | None = None
         self.reason = ""
         self.decode_reason = ""
+        self.kernels_reason = ""
         self.in_place_reason = ""
+        self.tier = "exact"
+        self.tier_sites: dict[str, tuple[str, str]] = {}
 
     def generated(self) -> None:
         self.counts["generated"] += 1

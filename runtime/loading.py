@@ -21,6 +21,7 @@ from ..codegen.tensors import OTHER_TOWERS, canonical, check_tensors, quantizati
 from .errors import StraightlineError
 from .kv.chosen import chosen_storage
 from .model import specialize
+from .tier import check_tier
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -37,7 +38,8 @@ def load(
     *,
     strict: bool = False,
     generate: bool = False,
-    kernels: bool = False,
+    kernels: bool | None = None,
+    tier: str = "exact",
     kv_config: Any = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -52,13 +54,14 @@ def load(
 
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
+    check_tier(tier)
     folder = find_folder(path_or_hf_repo, revision)
     _expect_tokenizer(folder)
     storage = chosen_storage(folder, kv_config, kv_bits, kv_group_size, keep_last_full)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
         load_adapters(model, adapter_path, lazy)
-    specialized = specialize(model, strict=strict, generate=generate, kernels=kernels)
+    specialized = specialize(model, strict=strict, generate=generate, kernels=kernels, tier=tier)
     if storage is not None:
         specialized.store_kv(storage)
     tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})

@@ -21,6 +21,7 @@ from .kv.make import caches_of
 from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
 from .taps import HiddenTap, Tap, TapRecorder, no_tap
+from .tier import check_tier
 from .watch import Watched, plain_class
 
 
@@ -144,8 +145,11 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        last = self._bound
-        earlier = None if last is None else Earlier(last.files, last.decode_checked, last.in_place_checked)
+        old = self._bound
+        earlier = None
+        if old is not None:
+            earlier = Earlier(old.files, old.decode_checked, old.in_place_checked, old.tier_checked)
+        del old
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
         bound = Bound(text_model(self), self._options, earlier)
@@ -153,7 +157,9 @@ class Specialized(Watched):
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         self.dispatch.decode_reason = bound.decode_reason
+        self.dispatch.kernels_reason = bound.kernels_reason
         self.dispatch.in_place_reason = bound.in_place_reason
+        self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -194,7 +200,13 @@ def text_model(model: Any) -> nn.Module:
 
 
 def specialize(
-    model: Any, module: ModuleType | None = None, *, strict: bool = False, generate: bool = False, kernels: bool = False
+    model: Any,
+    module: ModuleType | None = None,
+    *,
+    strict: bool = False,
+    generate: bool = False,
+    kernels: bool | None = None,
+    tier: str = "exact",
 ) -> Any:
     """The model with its forward replaced by the generated file of its architecture. Shares every array.
 
@@ -207,16 +219,20 @@ def specialize(
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
         again next time, with or without this flag.
     kernels: let decoding use fused kernels of straightline's own, each where a self-check on this device says that it
-        is exact. Faster on a GPU, for some seconds more at load while they are compiled.
+        is exact. None: on CUDA, where they are compiled once for all processes; elsewhere True asks for them.
+    tier: "exact", mlx-lm's bits; or "fast", which is not: the attention of single tokens by a kernel of straightline's
+        own, where a self-check on this device says that it is closer to the true result than MLX's operations.
+        `model.dispatch.tier_sites` says where it runs, and why not. Where it does not, the exact form does.
 
     Without a file that fits, every call goes to the monolith; `model.dispatch.reason` says why.
-    Raises StraightlineError if the model is not an mlx-lm Gemma 4 model.
+    Raises StraightlineError if the model is not an mlx-lm Gemma 4 model, or there is no such tier.
     """
     if module is not None and not (isinstance(module, ModuleType) and hasattr(module, "ARCHITECTURE")):
         raise StraightlineError(f"module is {module!r}; expected one of load_generated(path)")
     if isinstance(model, Specialized) and module is None:
         module = model._options.module
-    specialized = _specialized(model, Options(module, strict, generate, kernels))
+    check_tier(tier)
+    specialized = _specialized(model, Options(module, strict, generate, kernels, tier))
     bound = specialized._bind()
     if strict and bound.reason:
         raise StraightlineError(f"strict: {bound.reason}")

@@ -11,6 +11,7 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 
 from .evaluation import evaluate
 from .kv.device import PLAIN_ROWS
+from .packed import PackedRows
 
 __all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quantized_attention", "scaled_add"]
 
@@ -22,7 +23,17 @@ def attention_over_plain_rows(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-quantized_attention = attention_over_plain_rows if PLAIN_ROWS else quantized_scaled_dot_product_attention
+_attention = attention_over_plain_rows if PLAIN_ROWS else quantized_scaled_dot_product_attention
+
+
+def quantized_attention(
+    queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, group_size: int, bits: int
+) -> mx.array:
+    """Attention over what a quantized cache hands out. In the fast tier keys know how they are attended to."""
+    if type(keys) is PackedRows:
+        return keys.attention(queries, keys, values)
+    y: mx.array = _attention(queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits)
+    return y
 
 
 @partial(mx.compile, shapeless=True)

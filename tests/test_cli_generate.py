@@ -20,6 +20,7 @@ import toys
 
 from straightline.runtime import load
 from straightline.runtime.cli import main
+from straightline.runtime.commands.loader import split
 from straightline.runtime.toy import VOCABULARY
 
 SHAPE = toys.E6 | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
@@ -320,3 +321,9 @@ def answer(process: "subprocess.Popen[str]", request: urllib.request.Request) ->
         except OSError:
             time.sleep(0.2)
     raise AssertionError("the server does not answer")
+
+
+@pytest.mark.parametrize(("flag", "kernels"), [((), None), (("--kernels",), True), (("--no-kernels",), False)])
+def test_kernels_may_be_asked_for_and_declined(flag: tuple[str, ...], kernels: bool | None) -> None:
+    wishes, rest = split(["--model", "m", *flag, "--temp", "0"], "straightline generate")
+    assert (wishes.kernels, rest) == (kernels, ["--model", "m", "--temp", "0"])

@@ -9,6 +9,7 @@ from comparing import FOUR_BIT, assert_same, file_of
 from toys import D6, E6, M6, SHAPES, build, tokens
 
 from straightline.runtime import specialize
+from straightline.runtime.kernels import resolve_all
 
 MODELS = {"D6": D6, "M6": M6, "E6": E6, **SHAPES}
 
@@ -77,3 +78,27 @@ def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers[0].layer_scalar = mx.array([0.5])
     model(tokens(1, 4))
     assert asked == len(calls) == 2
+
+
+def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked = file_of(D6), []
+
+    def resolving(sites: Any, dtype: mx.Dtype, kernels: bool | None) -> Any:
+        asked.append(kernels)
+        return resolve_all(sites, dtype, kernels=kernels)
+
+    def decode(*arguments: Any) -> Any:
+        return file.decode(*arguments) * (1 if asked[-1] is False else 1.0000001)
+
+    monkeypatch.setattr("straightline.runtime.bound.resolve_all", resolving)
+    model = specialize(build(D6), with_decode(file, decode), strict=True)
+    assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
+    assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == ("", FAULTS[wrong_logits])
+    assert model._bound.routes[0].decode is decode
+    asked.clear()
+    model = specialize(build(D6), with_decode(file, wrong_logits(file.decode)), strict=True)
+    assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
+    assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == (FAULTS[wrong_logits], "")
+    asked.clear()
+    specialize(build(D6), with_decode(file, wrong_logits(file.decode)), strict=True, kernels=False)
+    assert asked == [False, False]

@@ -16,11 +16,15 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 # Calls whose text arguments are, or become, messages to a user.
-RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported"}
+RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported", "Fast"}
 # Functions that return a message, or nothing.
 REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
+    "lay",
+    "withdraw",
     "_check_decode",
     "decode_refused",
+    "fast_refused",
+    "refused",
 }
 # Seen only by whoever changes templates.
 FOR_PROGRAMMERS = {
@@ -76,6 +80,14 @@ def test_commands_and_flags_exist(path: Path) -> None:
     flags = {flag for action in regen()._actions for flag in action.option_strings}
     for rest in re.findall(r"\./regen\.sh([^\n`#]*)", path.read_text()):
         assert not set(re.findall(r"--[a-z][a-z-]*", rest)) - flags, rest
+
+
+def test_the_layer_that_is_followed_is_the_rendered_one() -> None:
+    rendered = (ROOT / "generated" / "gemma4_12b.py").read_text()
+    shown = fenced((ROOT / "docs" / "how-it-works.md").read_text(), "python")
+    functions = [code for code in shown if code.startswith("def ")]
+    assert len(functions) == 2
+    assert all(code in rendered for code in functions)
 
 
 def texts(node: ast.AST) -> Iterator[str]:

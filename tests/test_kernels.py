@@ -297,9 +297,28 @@ def test_progress_is_shown_where_kernels_are_compiled(
 ) -> None:
     fake = use(monkeypatch)
     resolve_all((ONE, ONE, SITES[2]))
+    assert capsys.readouterr().err == ""  # soon over
+    resolving.forget()
+    monkeypatch.setattr(resolving, "PATIENCE", 0.0)
+    resolve_all((ONE, ONE, SITES[2]))
     assert "checking fused kernels on Fake 9000: 100%" in capsys.readouterr().err
+    made = len(fake.made)
     resolve_all((ONE, SITES[2]))
-    assert capsys.readouterr().err == "" and len(fake.made) == 2
+    assert capsys.readouterr().err == "" and len(fake.made) == made
+
+
+def test_kernels_are_the_default_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = ("plain", "kernels are off; specialize(model, kernels=True) checks them")
+    for name, kernels, expected in (
+        ("cuda", None, "kernel"),
+        ("metal", None, off),
+        ("metal", True, "kernel"),
+        ("cuda", False, off),
+    ):
+        resolving.forget()
+        use(monkeypatch, name=name)
+        resolve_all((ONE,), progress=False, kernels=kernels)
+        assert expected in (report()[ONE], report()[ONE][0])
 
 
 def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +384,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     use(monkeypatch)
     resolve(ONE)
     assert report()[ONE][0] == "kernel"
-    assert "namespace straightline" in backends._include(ONE.program("cuda"))  # the text itself, in place of a path
+    assert "namespace straightline" in backends.header_of(ONE.program("cuda"))  # the text itself, in place of a path
 
 
 def test_processes_do_not_lose_each_others_findings() -> None:

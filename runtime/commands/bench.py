@@ -37,7 +37,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_mutually_exclusive_group()
     kv.add_argument("--kv-config", metavar="FILE", help="how K/V are stored; auto: as the checkpoint says")
     kv.add_argument("--kv-bits", type=int, choices=(2, 3, 4, 6, 8), help="of all K/V, in groups of 64")
-    parser.add_argument("--kernels", action="store_true", help="with fused kernels of straightline's own")
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="with fused kernels of straightline's own (default: on CUDA)",
+    )
     parser.add_argument("--tier", choices=("exact", "fast"), default="exact", help="fast: bits may differ")
     parser.add_argument("--forward", action="store_true", help="the entry for any width as a third side")
     parser.add_argument("--control", action="store_true", help="mlx-lm twice: what is noise on this machine")

@@ -125,7 +125,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def _fused_lines(fused: dict[str, Any]) -> list[str]:
     from ..kernels.states import SiteState
 
-    where = f" on {fused['device']}, with kernels=True or --kernels" if fused["device"] else ""
+    where = f" on {fused['device']}" if fused["device"] else ""
+    where += ", with kernels=True or --kernels" if fused["device"].startswith("metal") else ""
     return [f"Fused sites{where}", *site_table([SiteState(**one) for one in fused["sites"]])]
 
 

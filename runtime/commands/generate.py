@@ -1,7 +1,7 @@
 """mlx_lm.generate on a specialized model and straightline's loop. Every flag is mlx-lm's, but for a few of our own.
 
---kv-config and --kernels as for `serve`; --steps N: tokens computed before one read of the host; --overlap: tokens are
-handed to the device in a second thread, where they can be.
+--kv-config, --kernels and --tier as for `serve`; --steps N: tokens computed before one read of the host; --overlap:
+tokens are handed to the device in a second thread, where they can be.
 """
 
 import argparse

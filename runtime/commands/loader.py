@@ -23,7 +23,8 @@ class Wishes:
     """What the command line says that concerns us. draft: speculation, so that caches have to roll back."""
 
     kv_config: str | None
-    kernels: bool
+    kernels: bool | None
+    tier: str
     model: str | None
     draft: str | None
     draft_tokens: int
@@ -41,7 +42,17 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
     own.add_argument(
         "--kv-config", metavar="FILE", help="how K/V are stored; auto: the checkpoint's own, if it has one"
     )
-    own.add_argument("--kernels", action="store_true", help="fused kernels, each where a check says that it is exact")
+    own.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="fused kernels, each where a check says that it is exact (default: on CUDA)",
+    )
+    own.add_argument(
+        "--tier",
+        choices=("exact", "fast"),
+        default="exact",
+        help="fast: attention that is closer, but not mlx-lm's bits",
+    )
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(own.format_help())  # mlx-lm's program prints its own and ends
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
@@ -50,7 +61,10 @@ def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
     peek.add_argument("--num-draft-tokens", type=int, default=3)
     mine, rest = own.parse_known_args(arguments)
     theirs, _ = peek.parse_known_args(rest)
-    return Wishes(mine.kv_config, mine.kernels, theirs.model, theirs.draft_model, theirs.num_draft_tokens), rest
+    return (
+        Wishes(mine.kv_config, mine.kernels, mine.tier, theirs.model, theirs.draft_model, theirs.num_draft_tokens),
+        rest,
+    )
 
 
 @dataclass
@@ -79,7 +93,8 @@ class Loader:
             return loaded
         is_draft = path_or_hf_repo == self.draft and not named  # mlx-lm names arguments for the target only
         kv_config = None if is_draft else _read(self.wishes)
-        loaded = load(path_or_hf_repo, *arguments, **named, kernels=self.wishes.kernels, kv_config=kv_config)
+        kernels, tier = self.wishes.kernels, self.wishes.tier
+        loaded = load(path_or_hf_repo, *arguments, **named, kernels=kernels, tier=tier, kv_config=kv_config)
         model = loaded[0]
         if self.draft is not None:
             from ...codegen.config import read_arguments
@@ -119,6 +134,8 @@ def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
     counts = dispatch.counts
     file = (dispatch.file or "no file").rpartition(".")[2]
     yield f"straightline: {name}: {counts['generated']} calls generated ({file}), {counts['monolith']} by mlx-lm's code"
+    for site, (runs, why) in dispatch.tier_sites.items():
+        yield f"straightline:   tier fast: {site}: {runs}: {why}"
     for reason, count in dispatch.reasons.items():
         yield f"straightline:   {count} by mlx-lm's code: {reason}"
 

@@ -1,4 +1,4 @@
-"""mlx_lm.server on a specialized model. Every flag is mlx-lm's, but for --kv-config and --kernels."""
+"""mlx_lm.server on a specialized model. Every flag is mlx-lm's, but for --kv-config, --kernels and --tier."""
 
 import os
 import sys

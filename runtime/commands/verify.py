@@ -37,8 +37,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with --random (bfloat16; reduced on a CPU float32)",
     )
     parser.add_argument("--spoil", action="store_true", help="change one weight by one bit: must end with exit code 1")
-    parser.add_argument("--kernels", action="store_true", help="decode with fused kernels of straightline's own")
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="decode with fused kernels of straightline's own (default: on CUDA)",
+    )
     parser.add_argument("--json", action="store_true", help="the report for a program")
+    parser.add_argument(
+        "--tier",
+        choices=("exact", "fast"),
+        default="exact",
+        help="fast: not bits, but how far that tier and the exact one are from the model in float32",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,6 +60,12 @@ def run(options: argparse.Namespace) -> int:
         options.usage_error("--steps must be 1 or more, and --layers 2 or more")
     if not 0 <= options.seed < SEEDS or (options.steps or 0) > MOST_STEPS:
         options.usage_error(f"--seed must be from 0 to {SEEDS - 1}, and --steps at most {MOST_STEPS}")
+    if options.tier == "fast":
+        if options.spoil:
+            options.usage_error("--spoil goes with the exact tier; the fast one has no bits to spoil")
+        from .verify_tier import run as run_tier
+
+        return run_tier(options)
     from ..kernels.states import running
     from ..verification.cells import cell_count, cells
     from ..verification.control import spoil
@@ -60,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
         proof = from_checkpoint(options.checkpoint)
     else:
         proof = from_random(options.random, options.reduced, options.layers, options.dtype, options.seed)
-    if options.kernels:
-        proof = with_kernels(proof)
+    if options.kernels is not None:
+        proof = with_kernels(proof, options.kernels)
     if options.spoil:
         spoil(proof.model)
     steps = options.steps or proof.steps

@@ -6,13 +6,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..kv.growing import GrowingKVCache
+from ..kv.growing import GrowingKVCache, KVCache
 from ..kv.ring import RotatingKVCache
 from .leased import hand_over
 from .sites import InPlace
 from .slot import Clock, Slot
 
-GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, GrowingKVCache)
+GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, KVCache, GrowingKVCache)
 RINGS: tuple[type, ...] = (mlx_lm_cache.RotatingKVCache, RotatingKVCache)
 # Single tokens in a row before a lease is worth its copy of all rows: speculation seldom asks for as many.
 PATIENCE = 4
@@ -47,10 +47,13 @@ class Lease:
     owner: whose lease it is; another one's calls end it.
     """
 
-    def __init__(self, caches: list[Any], owner: object) -> None:
-        """The caches must be `leasable`. What they gave away before is theirs no longer: rows are copied once."""
+    def __init__(self, caches: list[Any], owner: object, whole: bool = False) -> None:
+        """The caches must be `leasable`. What they gave away before is theirs no longer: rows are copied once.
+
+        whole: slots show whole buffers, whose shapes stay, and how many rows count; for an attention that takes these.
+        """
         self.owner = owner
-        self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset)
+        self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset, whole)
         mx.eval(self.clock.after)
         self.slots: list[Slot] = []
         for cache in caches:
@@ -61,6 +64,11 @@ class Lease:
 
     def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
         """The slots, ready for a token, and what `decode` calls over them."""
+        if self.clock.whole:
+            self.clock.rows = mx.array(self.clock.offset + 1, dtype=mx.int32)
+            for slot in self.slots:
+                slot.show()
+            return self.slots, in_place.settled
         for slot in self.moving:
             slot.show()
         return self.slots, in_place.moving if any(slot.limit for slot in self.moving) else in_place.settled

@@ -45,6 +45,24 @@ def in_place(calls: Mapping[str, Any]) -> InPlace:
     return InPlace(moving, SimpleNamespace(**calls, sliding_layer=CompiledLayers(moving).run, full_layer=run))
 
 
+def over_whole_buffers(exact: InPlace, attention: Mapping[str, Callable[..., mx.array]]) -> InPlace:
+    """As `exact`, over slots that show whole buffers: attention by calls (q, k, v, rows), by name.
+
+    No shape changes from token to token until a buffer grows, so that all layers are compiled.
+    """
+    calls = dict(vars(exact.moving)) | {name: _over_whole(call) for name, call in attention.items()}
+    moving = SimpleNamespace(**calls)
+    compiled = CompiledLayers(moving).run
+    return InPlace(moving, SimpleNamespace(**calls | {"sliding_layer": compiled, "full_layer": compiled}))
+
+
+def _over_whole(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attention(q: mx.array, k: mx.array, v: tuple[mx.array, mx.array]) -> mx.array:
+        return call(q, k, *v)
+
+    return attention
+
+
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
     """A layer whose arrays are others at every token."""
     return function(*arguments)
@@ -61,8 +79,8 @@ def _over_slots(name: str, site: Site, sites: Mapping[str, Site]) -> Site | None
     return site if isinstance(site, Attention) else None
 
 
-def _into(call: Callable[..., mx.array]) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
-    def qkv(slot: Slot, *inputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+def _into(call: Callable[..., mx.array]) -> Callable[..., tuple[mx.array, Any, Any]]:
+    def qkv(slot: Slot, *inputs: Any) -> tuple[mx.array, Any, Any]:
         q = call(*inputs, slot.keys, slot.values, slot.ring, slot.clock.after)
         return q, slot.k, slot.v
 

@@ -14,27 +14,47 @@ class Clock:
     """The state that all slots of a lease share.
 
     after: what the next token's writes have to wait for, the logits of the last. offset: how many tokens there are.
+    whole: whether slots show whole buffers. rows: then int32, how many of their rows the token sees, on the device.
     """
 
-    __slots__ = ("after", "offset")
+    __slots__ = ("after", "offset", "rows", "whole")
 
-    def __init__(self, after: mx.array, offset: int) -> None:
+    def __init__(self, after: mx.array, offset: int, whole: bool = False) -> None:
         self.after = after
         self.offset = offset
+        self.whole = whole
+        self.rows: mx.array | None = None
 
 
 class Slot:
     """keys, values: all rows, [kv_heads * rows * head_dim]. ring: int32 [2], see QKVRopeInto.
 
-    k, v: what attention reads, [1, kv_heads, 1, head_dim, seen] and [1, kv_heads, 1, seen, head_dim].
+    k, v: what attention reads, [1, kv_heads, 1, head_dim, seen] and [1, kv_heads, 1, seen, head_dim]; or where whole
+    buffers are shown, [1, kv_heads, rows, head_dim] and (the same, how many rows count: no less than there are is all).
     moves: whether these change from token to token. limit: the size of a ring; 0 for a cache that grows for ever.
     """
 
-    __slots__ = ("clock", "head_dim", "k", "keys", "kv_heads", "limit", "moves", "ring", "rows", "shift", "v", "values")
+    __slots__ = (
+        "buffers",
+        "clock",
+        "head_dim",
+        "k",
+        "keys",
+        "kv_heads",
+        "limit",
+        "moves",
+        "ring",
+        "rows",
+        "shift",
+        "v",
+        "values",
+    )
 
     def __init__(self, cache: Any, clock: Clock) -> None:
         """Takes the rows out of a cache that `leasable` has let through."""
         self.clock = clock
+        self.k: Any
+        self.v: Any
         self.limit: int = getattr(cache, "max_size", 0)
         _, self.kv_heads, self.rows, self.head_dim = cache.keys.shape
         # A full ring's next row is where its index points; until then a row's place is its position.
@@ -49,12 +69,17 @@ class Slot:
         self.keys, self.values = keys, values
         self.ring = mx.array([self.shift, self.rows], dtype=mx.int32)
         self.moves = True
+        self.buffers = self.whole()
 
     def show(self) -> None:
         """Views of the rows that the token at `offset` sees, itself included; room for it first."""
         offset = self.clock.offset
         if offset == self.rows and self.rows != self.limit:
             self._grow()
+        if self.clock.whole:
+            self.k, values = self.buffers
+            self.v = (values, self.clock.rows)
+            return
         seen = min(offset + 1, self.rows)
         head = self.rows * self.head_dim
         shape, strides = (1, self.kv_heads, 1), (self.kv_heads * head, head, head)

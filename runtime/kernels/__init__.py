@@ -5,17 +5,21 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 
 from .attention import Attention
 from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
+from .fast import FastAttention
+from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
-from .site import Site
+from .site import Call, Site
 
 __all__ = [
     "Attention",
+    "Call",
     "DualResidualNorms",
+    "FastAttention",
     "GatedExperts",
     "Geglu",
     "PerLayerGate",
@@ -28,6 +32,7 @@ __all__ = [
     "Router",
     "Site",
     "SummedExperts",
+    "faster",
     "report",
     "resolve",
     "resolve_all",

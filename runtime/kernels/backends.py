@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..atomic import write_text
 from ..user_files import cache_folder
+from . import nvrtc
 from .program import Program
 
 SWITCH = "STRAIGHTLINE_KERNELS"
@@ -17,17 +18,26 @@ SWITCH = "STRAIGHTLINE_KERNELS"
 
 @dataclass(frozen=True)
 class Backend:
-    """name: "cuda", "metal", or "" with the reason why there are no kernels. device: the name of the device."""
+    """name: "cuda", "metal", or "" with the reason why there are no kernels. device: the name of the device.
+
+    architecture, compiler: "sm_90" and "nvrtc 13.0", say, on CUDA.
+    """
 
     name: str
     device: str = ""
     reason: str = ""
+    architecture: str = ""
+    compiler: str = ""
+
+    def kernel_name(self, program: Program) -> str:
+        """MLX keeps what is compiled for one architecture beside what is for another."""
+        return f"{program.name}_{self.architecture}" if self.architecture else program.name
 
     def make(self, program: Program) -> Callable[..., list[mx.array]]:
         """MLX's custom kernel. It is compiled when it is first evaluated."""
         if self.name == "metal":
-            return _kernel(mx.fast.metal_kernel, program, f"\n{program.text}\n")
-        return _kernel(mx.fast.cuda_kernel, program, _include(program))
+            return _kernel(mx.fast.metal_kernel, self.kernel_name(program), program, f"\n{program.text}\n")
+        return _kernel(mx.fast.cuda_kernel, self.kernel_name(program), program, header_of(program))
 
 
 def detect() -> Backend:
@@ -39,24 +49,26 @@ def detect() -> Backend:
     for name in ("cuda", "metal"):
         module = getattr(mx, name, None)
         if module is not None and module.is_available():
-            return Backend(name, str(mx.device_info().get("device_name", "unknown")))
+            info = mx.device_info()
+            device, architecture = str(info.get("device_name", "unknown")), str(info.get("architecture", ""))
+            return Backend(name, device, "", architecture, nvrtc.name()) if name == "cuda" else Backend(name, device)
     return Backend("", reason=f"no kernels for the GPU of {sys.platform}")
 
 
-def _kernel(factory: Callable[..., Any], program: Program, header: str) -> Callable[..., list[mx.array]]:
+def _kernel(factory: Callable[..., Any], name: str, program: Program, header: str) -> Callable[..., list[mx.array]]:
     kernel: Callable[..., list[mx.array]] = factory(
-        name=program.name,
+        name=name,
         input_names=list(program.inputs),
         output_names=list(program.outputs),
         source=program.source,
         header=header,
-        ensure_row_contiguous=True,
+        ensure_row_contiguous=program.contiguous,
     )
     return kernel
 
 
-def _include(program: Program) -> str:
-    """The text in a file of its own: what is left in the source is hashed at every call."""
+def header_of(program: Program) -> str:
+    """What goes before the kernel: the text in a file of its own, since the source is hashed at every call."""
     path = cache_folder().absolute() / "kernels" / f"{program.digest}.h"
     if '"' in str(path) or "\\" in str(path):
         return f"\n{program.text}\n"

@@ -56,7 +56,7 @@ def checking(deaths: int = 0) -> Finding:
 
 def key(backend: Backend, program: Program, site: object) -> str:
     """Whatever may change the bits changes the key."""
-    facts = (backend.name, backend.device, MLX, program.digest, repr(site))
+    facts = (backend.name, backend.device, backend.architecture, backend.compiler, MLX, program.digest, repr(site))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:24]
 
 

@@ -37,6 +37,7 @@ class Program:
     blocks: int = 1
     lines: int = 1
     shared: tuple[tuple[str, str, int], ...] = ()
+    contiguous: bool = True  # MLX copies inputs that are not
 
     @cached_property
     def text(self) -> str:

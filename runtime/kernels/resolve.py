@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .ahead import Ahead, Laid
 from .backends import Backend, detect
 from .launch import launcher
 from .memory import MLX, Finding, checking, key, recall, remember
@@ -15,6 +16,7 @@ from .selfcheck import SEVERAL_ROWS, compare
 from .site import Call, Site
 
 DTYPE = mx.bfloat16  # the one dtype that kernels are written for
+PATIENCE = 0.5  # seconds before progress is shown: what is remembered takes less
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ def resolve(site: Site, dtype: mx.Dtype = DTYPE) -> Call:
 
 
 def resolve_all(
-    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool = True
+    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool | None = None
 ) -> tuple[Call, ...]:
     """`resolve` for many sites, with a progress bar where kernels are compiled.
 
-    kernels: whether kernels of our own may be compiled; what MLX's operations alone can do is used either way.
+    kernels: whether kernels of our own may be compiled (None: on CUDA, where they are kept); what MLX's operations
+        alone can do is used either way.
     """
     backend = detect()
+    kernels = backend.name == "cuda" if kernels is None else kernels
     wanted = [(site, dtype, backend, kernels) for site in sites]
     fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
     for one in _shown(fresh, backend) if progress and kernels else fresh:
@@ -60,9 +64,8 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
         return wanted
     from tqdm import tqdm
 
-    bar: Iterable[_Key] = tqdm(
-        wanted, desc=f"checking fused kernels on {backend.device}", unit="kernel", file=sys.stderr
-    )
+    desc = f"checking fused kernels on {backend.device}"
+    bar: Iterable[_Key] = tqdm(wanted, desc=desc, unit="kernel", file=sys.stderr, delay=PATIENCE)
     return bar
 
 
@@ -138,7 +141,7 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
     if known is None:
         remember(name, checking(deaths), about)
     try:
-        call, finding = _try(site, dtype, backend, program, known)
+        call, finding, laid = _try_ahead(site, dtype, backend, program, known)
     except BaseException:  # interrupted: says nothing about the kernel
         remember(name, known, about)
         raise
@@ -146,16 +149,30 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
         remember(name, finding if finding is not None else known, about)
     if finding is None:
         return Resolved(call, "plain", "the device had no memory left to check it")
-    return Resolved(call, finding.state, finding.reason)
+    anew = f"; compiled anew in every process: {laid.reason}" if laid.reason and finding.state == "kernel" else ""
+    return Resolved(call, finding.state, finding.reason + anew)
+
+
+def _try_ahead(
+    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
+) -> tuple[Call, Finding | None, Laid]:
+    """As `_try`, with the kernel compiled ahead where that can be."""
+    ahead = Ahead(program, backend)
+    call, finding = _try(site, dtype, backend, program, known, ahead)
+    laid = ahead.laid or Laid()
+    if laid.files and finding is not None and finding.reason.startswith("failed"):
+        ahead.laid = laid = laid.withdraw()
+        call, finding = _try(site, dtype, backend, program, known, ahead)
+    return call, finding, laid
 
 
 def _try(
-    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
+    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None, ahead: Ahead
 ) -> tuple[Call, Finding | None]:
     """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
     try:
         kernel = backend.make(program)
-        call = launcher(site, program, kernel, dtype, several=True)
+        call = launcher(site, program, ahead.of(kernel), dtype, several=True)
         compared = compare(site, call, dtype, site.seeds if known is None else 1)
     except Exception as error:  # whatever a kernel or a device does, the plain form is there
         if "memory" in str(error) and "illegal" not in str(error):

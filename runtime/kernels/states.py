@@ -35,7 +35,7 @@ def running(model: Any) -> tuple[SiteState, ...]:
 
 
 def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:
-    """Each site of these files as it would run with kernels=True. Compiles and computes nothing."""
+    """Each site of these files as it would run with kernels. Compiles and computes nothing."""
     backend = detect()
     return tuple(SiteState(name, repr(site), *_expected(site, dtype, backend)) for name, site in sites_of(files))
 

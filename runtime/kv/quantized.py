@@ -17,6 +17,8 @@ from .growing import GrowingKVCache, fresh
 from .ring import RotatingKVCache
 from .rollback import SlidingRollbackCache
 
+Rows = tuple[mx.array, mx.array, mx.array]
+
 
 class _Quantized(_BaseCache):  # type: ignore[misc]
     """What all of them do. stored: how its rows are packed.
@@ -46,6 +48,11 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
         packed is uint32 [B, heads, rows, dim * bits / 32], scales and biases [B, heads, rows, dim / group_size].
         On CUDA the rows themselves, [B, heads, rows, dim].
         """
+        k, v = self.update_packed(keys, values)
+        return (self._plain(*k), self._plain(*v)) if PLAIN_ROWS else (k, v)
+
+    def update_packed(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
+        """The same; all rows as they are stored, on any device."""
         bits, group_size = self.stored.bits, self.stored.group_size
         k = mx.quantize(keys, group_size, bits)
         v = mx.quantize(values, group_size, bits)
@@ -53,8 +60,6 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
         k0, v0 = packed.update_and_fetch(k[0], v[0])
         k1, v1 = scales.update_and_fetch(k[1], v[1])
         k2, v2 = biases.update_and_fetch(k[2], v[2])
-        if PLAIN_ROWS:
-            return self._plain(k0, k1, k2), self._plain(v0, v1, v2)
         return (k0, k1, k2), (v0, v1, v2)
 
     def keys_and_values(self) -> tuple[Any, Any]:

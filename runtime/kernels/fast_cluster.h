@@ -1,0 +1,52 @@
+// The blocks that share the rows of a head are one cluster: each reads what the others have in their shared memory, and
+// writes its slice of the result. Nothing is left in memory for the next launch, so launches may overlap as they like.
+// MLX writes `__global__ void` itself; this is the one way to say how large its clusters are.
+#undef __global__
+#define __global__ __attribute__((global)) __cluster_dims__(straightline::CLUSTER, 1, 1)
+
+namespace straightline {
+
+// All threads of all blocks of the cluster; what they have written before is seen after.
+DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+}
+
+// One value of another block's shared memory, by where this block has its own.
+DEVICE float of_block(const float* own, int block) {
+  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(own));
+  unsigned there;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+  return value;
+}
+
+struct Out {
+  T* result;
+
+  // CLUSTER blocks along x are one cluster, so a block's place in it is its place along x.
+  DEVICE void finish(const float* totals, const float* most, const float* sums, Place here) const {
+    cluster_barrier();
+    constexpr int SLICE = GROUP * HEAD_DIM / CLUSTER;
+    const int start = here.block * SLICE;
+    for (int i = start + here.tid; i < start + SLICE; i += BLOCK) {
+      const int head = i / HEAD_DIM;
+      float best[CLUSTER], highest = LEAST, sum = 0.0f, total = 0.0f;
+      UNROLL
+      for (int block = 0; block < CLUSTER; block++) {
+        best[block] = of_block(most + head, block);
+        highest = fmaxf(highest, best[block]);
+      }
+      UNROLL
+      for (int block = 0; block < CLUSTER; block++) {
+        const float weight = exp2f(best[block] - highest);
+        sum += weight * of_block(sums + head, block);
+        total += weight * of_block(totals + i, block);
+      }
+      result[here.row * GROUP * HEAD_DIM + i] = narrow(total / sum);
+    }
+    cluster_barrier(); // no block may leave while another reads it
+  }
+};
+
+} // namespace straightline
