@@ -265,6 +265,7 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
     for kind in kinds:
         add(kind.geglu_site, "Geglu", size=kind.intermediate_size)
     if spec.experts:
+        add("router", "Router", experts=spec.experts.count, top_k=spec.experts.top_k)
         add("experts_geglu", "Geglu", size=spec.experts.intermediate_size, joined=False, experts=spec.experts.top_k)
     if spec.per_layer_input_size:
         add("feedforward_end", "ResidualNorms", size=size, eps=eps, scaled=False, norms=0)
@@ -364,8 +365,10 @@ def _weight_groups(spec: Spec, layer: Layer, role: Role) -> tuple[str, ...]:
         groups.append("router_norm router_proj per_expert_scale switch_glu")
     if spec.per_layer_input_size:
         groups.append("per_layer_input_gate per_layer_projection post_per_layer_input_norm")
-    joined = "gate_up_proj" if role is Role.READER else "qkv_proj gate_up_proj"
-    groups.append(f"{joined} gate_experts up_experts down_experts" if spec.experts else joined)
+    joined = "gated" if role is Role.READER else "qkv_proj gated"
+    experts = " routed gated_experts summed_experts" if spec.experts else ""
+    per_layer = " per_layer_gated" if spec.per_layer_input_size else ""
+    groups.append(f"{joined}{experts}{per_layer}")
     return (*groups, "layer_scalar next_norm")
 
 

@@ -33,13 +33,13 @@ MODEL_WEIGHTS = "embed first_norm norm unembed"
 SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -193,7 +193,7 @@ def decode_sliding(w, s, h, x, cache, position):
     q, k, v = s.sliding_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position)
     y = w.o_proj(s.sliding_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -203,7 +203,7 @@ def decode_full(w, s, h, x, cache, position):
     q, k, v = s.full_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
     y = w.o_proj(s.full_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
     return h, x
 

@@ -38,19 +38,19 @@ MODEL_WEIGHTS = "embed first_norm norm unembed"
 SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -238,7 +238,7 @@ def decode_sliding_4bit(w, s, h, x, cache, position):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -249,7 +249,7 @@ def decode_sliding_8bit(w, s, h, x, cache, position):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -260,7 +260,7 @@ def decode_full_4bit(w, s, h, x, cache, position):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 8192))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h, x = s.layer_end(y, h, w.post_feedforward_layernorm, w.layer_scalar, w.next_norm)
     return h, x
 

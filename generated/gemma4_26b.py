@@ -5,7 +5,7 @@
 import mlx.core as mx
 
 from straightline.runtime.ops import geglu, logit_softcap, proportional_freqs, scaled_add
-from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, QKVRope, ResidualNorms
+from straightline.runtime.kernels import Attention, DualResidualNorms, Geglu, QKVRope, ResidualNorms, Router
 
 FINGERPRINT = "68e829184b5031a2"
 ARCHITECTURE = "68e829184b5031a2"
@@ -29,7 +29,7 @@ SLIDING_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
@@ -37,7 +37,7 @@ FULL_WEIGHTS = (
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "post_feedforward_layernorm_1 pre_feedforward_layernorm_2 post_feedforward_layernorm_2",
     "router_norm router_proj per_expert_scale switch_glu",
-    "qkv_proj gate_up_proj gate_experts up_experts down_experts",
+    "qkv_proj gated routed gated_experts summed_experts",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -59,6 +59,7 @@ FULL_QKV = QKVRope(heads=16, kv_heads=2, head_dim=512, eps=1e-06, theta=None, k_
 FULL_ATTENTION = Attention(heads=16, kv_heads=2, head_dim=512)
 ATTENTION_END = ResidualNorms(size=2816, eps=1e-06, scaled=False, norms=3)
 GEGLU = Geglu(size=2112)
+ROUTER = Router(experts=128, top_k=8)
 EXPERTS_GEGLU = Geglu(size=704, joined=False, experts=8)
 LAYER_END = DualResidualNorms(size=2816, eps=1e-06)
 
@@ -189,13 +190,9 @@ def decode_sliding(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
-    scores = w.router_proj(r)
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
-    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
-    e = e.reshape(1, 1, 1, 1, 2816)
-    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
-    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    dense = w.down_proj(w.gated(x, s.geglu))
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
+    y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
         y,
@@ -217,13 +214,9 @@ def decode_full(w, s, h, x, cache, position):
         y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.router_norm, w.pre_feedforward_layernorm_2
     )
 
-    dense = w.down_proj(s.geglu(w.gate_up_proj(x)))
-    scores = w.router_proj(r)
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
-    gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
-    e = e.reshape(1, 1, 1, 1, 2816)
-    y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)
-    y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, 8, 2816)).sum(-2)
+    dense = w.down_proj(w.gated(x, s.geglu))
+    chosen, gates = w.routed(r, w.per_expert_scale, s.router)
+    y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)
     h, x = s.layer_end(
         dense,
         y,

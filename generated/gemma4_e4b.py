@@ -26,42 +26,42 @@ SLIDING_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_SOURCE_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_READER_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -356,9 +356,9 @@ def decode_sliding(w, s, h, x, cache, position, per_layer, layer):
     q, k, v = s.sliding_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position)
     y = w.o_proj(s.sliding_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -368,9 +368,9 @@ def decode_full(w, s, h, x, cache, position, per_layer, layer):
     q, k, v = s.full_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
     y = w.o_proj(s.full_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -380,9 +380,9 @@ def decode_sliding_source(w, s, h, x, cache, position, per_layer, layer):
     q, k, v = s.sliding_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position)
     y = w.o_proj(s.sliding_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -392,9 +392,9 @@ def decode_full_source(w, s, h, x, cache, position, per_layer, layer):
     q, k, v = s.full_qkv(cache, w.qkv_proj(x), w.q_norm, w.k_norm, position, FULL_FREQS)
     y = w.o_proj(s.full_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -405,9 +405,9 @@ def decode_sliding_reader(w, s, h, x, kv, position, per_layer, layer):
     k, v = kv
     y = w.o_proj(s.sliding_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -418,9 +418,9 @@ def decode_full_reader(w, s, h, x, kv, position, per_layer, layer):
     k, v = kv
     y = w.o_proj(s.full_attention(q, k, v))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 

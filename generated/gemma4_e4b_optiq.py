@@ -37,56 +37,56 @@ SLIDING_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_8BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_SOURCE_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm k_proj k_norm v_proj o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "qkv_proj gate_up_proj",
+    "qkv_proj gated per_layer_gated",
     "layer_scalar next_norm",
 )
 SLIDING_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 FULL_READER_4BIT_WEIGHTS = (
     "input_layernorm q_proj q_norm o_proj post_attention_layernorm",
     "pre_feedforward_layernorm gate_proj up_proj down_proj post_feedforward_layernorm",
     "per_layer_input_gate per_layer_projection post_per_layer_input_norm",
-    "gate_up_proj",
+    "gated per_layer_gated",
     "layer_scalar next_norm",
 )
 LAYER_WEIGHTS = (
@@ -452,9 +452,9 @@ def decode_sliding_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -465,9 +465,9 @@ def decode_sliding_8bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -478,9 +478,9 @@ def decode_full_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -491,9 +491,9 @@ def decode_full_8bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=8)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -504,9 +504,9 @@ def decode_sliding_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -517,9 +517,9 @@ def decode_full_source_4bit(w, s, h, x, cache, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x, (k, v)
 
@@ -531,9 +531,9 @@ def decode_sliding_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 2048))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 
@@ -545,9 +545,9 @@ def decode_full_reader_4bit(w, s, h, x, kv, position, per_layer, layer):
     y = quantized_attention(q, k, v, scale=1.0, mask=None, group_size=64, bits=4)
     y = w.o_proj(y.reshape(1, 1, 4096))
     h, x = s.attention_end(y, h, w.post_attention_layernorm, w.pre_feedforward_layernorm)
-    y = w.down_proj(s.geglu(w.gate_up_proj(x)))
+    y = w.down_proj(w.gated(x, s.geglu))
     h = s.feedforward_end(y, h, w.post_feedforward_layernorm)
-    y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))
+    y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))
     h, x = s.layer_end(y, h, w.post_per_layer_input_norm, w.layer_scalar, w.next_norm)
     return h, x
 

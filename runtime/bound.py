@@ -19,8 +19,9 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
-from .kernels import QKVRope, resolve_all
+from .kernels import QKVRope, Site, resolve_all
 from .kv.device import packing
+from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .tier import States, fast_refused, fast_route, packed_caches, sites_of
 from .user_files import find_user_file, make_user_file
@@ -84,6 +85,7 @@ class Bound:
         self.top_k = text.args.top_k_experts
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
+        self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
         self.decode_reason = self.in_place_reason = self.kernels_reason = ""
         self.tier_sites: States = {}
@@ -96,12 +98,14 @@ class Bound:
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
+            self.weights.single = self._for_one_token(text, options.kernels)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
             if self.decode_reason and options.kernels is not False:
                 # Each kernel is exact by itself; should they not be together, decode without them.
                 together = self.decode_reason
+                self.weights.single = self._for_one_token(text, False)
                 self.routes = tuple(self._route(text, file, False) for file in self.files)
                 self.decode_reason = self._check_decode(text, spec.vocab_size)
                 self.kernels_reason = "" if self.decode_reason else together
@@ -112,6 +116,14 @@ class Bound:
                 self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
+
+    def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
+        """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
+        products = tuple(filter(pays, find_products(self.files[0], text)))
+        self.products = tuple(dict.fromkeys((one.slot, one.site) for one in products))
+        sites = [site for file in self.files for site in sites_of(file).values()]
+        calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
+        return with_kernels(self.weights, products, calls[len(sites) :])
 
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
         sites, dtype = sites_of(file), stream_dtype(text)

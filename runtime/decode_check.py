@@ -39,7 +39,7 @@ def decode_refused(
                 return "nothing can be compared inside mx.compile"
         for step in range(STEPS):
             token = ids[:, step : step + 1]
-            found = decode(weights, sites, token, ours, no_tap)
+            found = decode(weights.single, sites, token, ours, no_tap)
             expected = forward(weights, token, theirs, no_tap)
             if not _same(found, expected):
                 return f"its logits differ from those of forward at step {step}"
@@ -63,7 +63,7 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
         for step in range(STEPS + 1):
             token = mx.array([[step % vocabulary]])
             slots, calls = lease.begin(route.in_place)
-            found = route.decode(weights, calls, token, slots, no_tap)
+            found = route.decode(weights.single, calls, token, slots, no_tap)
             lease.end(found)
             if not _same(found, route.forward(weights, token, theirs, no_tap)):
                 return f"its logits differ from those of forward at step {step}"

@@ -83,10 +83,10 @@ class Specialized(Watched):
         elif lease is not None:
             assert route.in_place is not None
             slots, calls = lease.begin(route.in_place)
-            logits = decode(bound.weights, calls, inputs, slots, hook)
+            logits = decode(bound.weights.single, calls, inputs, slots, hook)
             lease.end(logits)
         else:
-            logits = decode(bound.weights, route.sites, inputs, cache, hook)
+            logits = decode(bound.weights.single, route.sites, inputs, cache, hook)
             bound.lease(route, cache)
         if step is not None:
             step.end()

@@ -50,13 +50,10 @@ LINEARS = {
 MODULES = {"embed": "embed_tokens", "embed_per_layer": "embed_tokens_per_layer", "switch_glu": "experts.switch_glu"}
 JOINED = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "gated": ("mlp.gate_proj", "mlp.up_proj"),
 }
-EXPERTS = {
-    "gate_experts": "experts.switch_glu.gate_proj",
-    "up_experts": "experts.switch_glu.up_proj",
-    "down_experts": "experts.switch_glu.down_proj",
-}
+GATED_EXPERTS = ("experts.switch_glu.gate_proj", "experts.switch_glu.up_proj")
+DOWN_EXPERTS = "experts.switch_glu.down_proj"
 ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert_scale"}
 
 # Whose __call__ the templates transcribe: a module of another class computes something else.
@@ -85,7 +82,7 @@ def bind(file: ModuleType, text: nn.Module) -> SimpleNamespace:
             found = _find(layer, path)
             if found is not None:
                 _expect_class(found, expected, f"layers.{index}.{path}")
-    groups = [_parts(paths, layer) for layer in layers for paths in JOINED.values()]
+    groups = [parts_of(paths, layer) for layer in layers for paths in JOINED.values()]
     join_all(groups)
     norms = [_bind_slot("input_layernorm", layer, f"layers.{index}.", {})[0] for index, layer in enumerate(layers)]
     norms.append(_bind_slot("norm", inner, "", {})[0])
@@ -133,9 +130,16 @@ def _bind_slot(slot: str, module: nn.Module, where: str, extra: dict[str, Any]) 
     if slot in ARRAYS:
         return _get(module, ARRAYS[slot], where), (ARRAYS[slot],)
     if slot in JOINED:
-        return joined(_parts(JOINED[slot], module)), ()
-    if slot in EXPERTS:
-        return expert_linear(_get(module, EXPERTS[slot], where), slot == "down_experts"), ()
+        call = joined(parts_of(JOINED[slot], module))
+        return (gated(call) if slot == "gated" else call), ()
+    if slot == "routed":
+        return routed(linear(_get(module, LINEARS["router_proj"], where))), ()
+    if slot == "per_layer_gated":
+        return per_layer_gated(linear(_get(module, LINEARS["per_layer_input_gate"], where))), ()
+    if slot == "gated_experts":
+        return gated_experts(*(expert_linear(_get(module, path, where), False) for path in GATED_EXPERTS)), ()
+    if slot == "summed_experts":
+        return summed_experts(expert_linear(_get(module, DOWN_EXPERTS, where), True)), ()
     if slot in extra:
         return extra[slot], ()
     if slot == "unembed":
@@ -171,7 +175,42 @@ def joined(parts: list[Any]) -> Callable[[mx.array], mx.array]:
     return lambda x: mx.concatenate([call(x) for call in calls], axis=-1)
 
 
-def _parts(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
+def gated(gate_up: Callable[[mx.array], mx.array]) -> Callable[[mx.array, Callable[[mx.array], mx.array]], mx.array]:
+    """(x, geglu) -> geglu of the joined row of gate and up. A kernel may do both at once."""
+    return lambda x, geglu: geglu(gate_up(x))
+
+
+def per_layer_gated(project: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+    """(h, per_layer, layer, gate) -> gate of the projection of h and a per-layer input. A kernel may do both."""
+    return lambda h, per_layer, layer, gate: gate(project(h), per_layer, layer)
+
+
+def routed(project: Callable[[mx.array], mx.array]) -> Callable[..., Any]:
+    """(x, scales, router) -> what the router makes of the scores of x. A kernel may do both."""
+    return lambda x, scales, router: router(project(x), scales)
+
+
+def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """(x, chosen, geglu) -> geglu of what the chosen experts' gate and up give. A kernel may do all three at once."""
+
+    def gated_experts(x: mx.array, chosen: mx.array, geglu: Callable[..., mx.array]) -> mx.array:
+        x = x.reshape(1, 1, 1, 1, -1)
+        return geglu(gate(x, chosen), up(x, chosen))
+
+    return gated_experts
+
+
+def summed_experts(down: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """(x, chosen, gates) -> the sum over the chosen experts of what their projection down gives, times their gates."""
+
+    def summed_experts(x: mx.array, chosen: mx.array, gates: mx.array) -> mx.array:
+        total: mx.array = (mx.expand_dims(gates, -1) * down(x, chosen).squeeze(-2)).sum(-2)
+        return total
+
+    return summed_experts
+
+
+def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
     """K = V layers have no v_proj."""
     return [part for part in (_find(module, path) for path in paths) if part is not None]
 

@@ -30,7 +30,7 @@ from straightline.runtime.verification.proof import _render
 from straightline.runtime.verification.random_model import build
 
 PLAIN = Wish(None, None, False, "exact")
-SHORT = Plan(steps=3, tokens=2, rounds=3, seconds=None)
+SHORT = Plan(steps=3, tokens=2, rounds=8, seconds=0.01)
 CELLS = [
     Cell(12, loop=True),
     Cell(12),
@@ -278,7 +278,7 @@ def test_the_order_changes_with_every_round(monkeypatch: pytest.MonkeyPatch, den
         return 0.1
 
     monkeypatch.setattr(race, "_timed", timed)
-    found = bench(dense, forward=True)
+    found = bench(dense, Plan(steps=3, tokens=2, rounds=3, seconds=None), forward=True)
     found.rows(Cell(12))
     one, two, three = "mlx-lm", "forward", "straightline"
     assert [name for name, _ in order[3:]] == [one, two, three, two, three, one, three, one, two]

@@ -14,7 +14,8 @@ from straightline.runtime.benchmark import models
 from straightline.runtime.cli import main
 from straightline.runtime.verification.control import spoil
 
-FEW = ["--steps", "2", "--tokens", "1", "--rounds", "3"]
+COUNTED = ["--steps", "2", "--tokens", "1", "--rounds", "3"]
+FEW = ["--steps", "2", "--seconds", "0.01"]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,14 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str], tm
     assert machine["model"] == "gemma4-e4b, reduced to toy widths, random weights of mixed bits"
     assert machine["K/V"] == "18 of 4 bits, 6 of 8 bits, the other layers plain"
     assert (machine["tier"], machine["taps"], machine["one token"]) == ("exact", "5, 42", "by decode")
+    assert machine["in place"]
     assert {"command", "commit", "device", "packages", "specialize", "bandwidth"} <= set(machine)
     assert {site["state"] for site in found["fused_sites"]} == {"plain"}
     assert ET.parse(chart).getroot().tag.endswith("svg")
 
 
 def test_a_checkpoint_in_a_table(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", checkpoint, "--context", "12", "--batch", "1,2", "--forward", *FEW]) == 0
+    assert main(["bench", checkpoint, "--context", "12", "--batch", "1,2", "--forward", *COUNTED]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(" sites, all plain (the default device is the CPU): " in line for line in lines)
     assert lines[0].startswith("command ") and "model        the checkpoint checkpoint" in lines

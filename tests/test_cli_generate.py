@@ -20,6 +20,7 @@ import toys
 
 from straightline.runtime import load
 from straightline.runtime.cli import main
+from straightline.runtime.commands.loader import split
 from straightline.runtime.toy import VOCABULARY
 
 SHAPE = toys.E6 | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
@@ -244,13 +245,14 @@ def test_a_server_with_a_draft_model_gives_plain_greedy_text(
     assert len(reports) == 2 and all(line.endswith(", 0 by mlx-lm's code") for line in reports), reports
 
 
-def test_a_request_may_name_a_draft_model(
+def test_a_request_may_name_a_draft_model_and_any_number_of_its_tokens(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with server("--model", str(folders / "shared")) as ask:
-        found = [ask(PROMPT[1], 24, draft_model=str(folders / "dense")), ask(PROMPT[1], 24)]
+        draft = {"draft_model": str(folders / "dense")}
+        found = [ask(PROMPT[1], 60, **draft), ask(PROMPT[1], 60), ask(PROMPT[1], 60, **draft, num_draft_tokens=40)]
         assert ask.stop()
-    assert found == [plain_text(folders / "shared", PROMPT[1], 24, capsys, monkeypatch)] * 2
+    assert found == [plain_text(folders / "shared", PROMPT[1], 60, capsys, monkeypatch)] * 3
 
 
 def plain_text(
@@ -319,3 +321,9 @@ def answer(process: "subprocess.Popen[str]", request: urllib.request.Request) ->
         except OSError:
             time.sleep(0.2)
     raise AssertionError("the server does not answer")
+
+
+@pytest.mark.parametrize(("flag", "kernels"), [((), None), (("--kernels",), True), (("--no-kernels",), False)])
+def test_kernels_may_be_asked_for_and_declined(flag: tuple[str, ...], kernels: bool | None) -> None:
+    wishes, rest = split(["--model", "m", *flag, "--temp", "0"], "straightline generate")
+    assert (wishes.kernels, rest) == (kernels, ["--model", "m", "--temp", "0"])

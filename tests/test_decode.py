@@ -41,6 +41,7 @@ from test_kv_generated import file_with, mixes
 
 from straightline.runtime import HiddenTap, make_cache, specialize
 from straightline.runtime.bound import evaluate_hidden_arrays
+from straightline.runtime.joining import remembered
 from straightline.runtime.taps import no_tap
 
 SHAPES = {
@@ -307,7 +308,7 @@ def test_fewer_primitives(name: str) -> None:
     model = specialize(toys.build(SHAPES[name], quantize=FOUR_BIT), spied(SHAPES[name])[0], strict=True)
     route, weights = model._bound.routes[0], model._bound.weights
     entries = (
-        lambda ids, cache: route.decode(weights, route.sites, ids, cache, no_tap),
+        lambda ids, cache: route.decode(weights.single, route.sites, ids, cache, no_tap),
         lambda ids, cache: route.forward(weights, ids, cache, no_tap),
         lambda ids, cache: model.monolith(ids, cache=cache),
     )
@@ -346,6 +347,11 @@ def groups(model: Any) -> list[list[Any]]:
         found.append([attention[name] for name in ("q_proj", "k_proj", "v_proj") if name in attention])
         found.append([mlp.gate_proj, mlp.up_proj])
     return found
+
+
+def joined_slots(model: Any) -> list[str]:
+    """Of the first layer: those whose parts are one matrix."""
+    return [slot for slot, parts in zip(("qkv_proj", "gated"), groups(model), strict=False) if remembered(parts)]
 
 
 def address(array: mx.array) -> int:
@@ -452,17 +458,13 @@ def test_adapters(key: str, quantize: Any) -> None:
     module, counts = spied(toys.D6)
     model = specialize(toys.build(toys.D6, quantize=quantize, dtype=BFLOAT16), module, strict=True)
     agree(model, counts, 1)
-    held = len(wholes(model))
-    slots = "gate_up_proj" if "mlp" in key else "qkv_proj", "qkv_proj" if "mlp" in key else "gate_up_proj"
-    joined = [model._bound.weights.layers[0].__dict__[slot].__name__ for slot in slots]
+    held, other = len(wholes(model)), "qkv_proj" if "mlp" in key else "gated"
     adapt(model, key)
     agree(model, counts, 1)
-    now = [model._bound.weights.layers[0].__dict__[slot].__name__ for slot in slots]
-    assert now == ["<lambda>", joined[1]]
+    assert joined_slots(model) == ([other] if quantize else [])
     remove_lora_layers(model)
     agree(model, counts, 1)
-    assert joined == [model._bound.weights.layers[0].__dict__[slot].__name__ for slot in slots]
-    assert joined == ["quantized_linear" if quantize else "<lambda>"] * 2
+    assert joined_slots(model) == (["qkv_proj", "gated"] if quantize else [])
     assert len(wholes(model)) == held == (12 if quantize else 0)
 
 

@@ -92,13 +92,13 @@ def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("straightline.runtime.bound.resolve_all", resolving)
     model = specialize(build(D6), with_decode(file, decode), strict=True)
-    assert asked == [None, False]
+    assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
     assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == ("", FAULTS[wrong_logits])
     assert model._bound.routes[0].decode is decode
     asked.clear()
     model = specialize(build(D6), with_decode(file, wrong_logits(file.decode)), strict=True)
-    assert asked == [None, False]
+    assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
     assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == (FAULTS[wrong_logits], "")
     asked.clear()
     specialize(build(D6), with_decode(file, wrong_logits(file.decode)), strict=True, kernels=False)
-    assert asked == [False]
+    assert asked == [False, False]

@@ -82,6 +82,14 @@ def test_commands_and_flags_exist(path: Path) -> None:
         assert not set(re.findall(r"--[a-z][a-z-]*", rest)) - flags, rest
 
 
+def test_the_layer_that_is_followed_is_the_rendered_one() -> None:
+    rendered = (ROOT / "generated" / "gemma4_12b.py").read_text()
+    shown = fenced((ROOT / "docs" / "how-it-works.md").read_text(), "python")
+    functions = [code for code in shown if code.startswith("def ")]
+    assert len(functions) == 2
+    assert all(code in rendered for code in functions)
+
+
 def texts(node: ast.AST) -> Iterator[str]:
     """Each string below a node, a {} in the place of what is put into it."""
     if isinstance(node, ast.JoinedStr):

@@ -13,11 +13,13 @@ from pairs import pair
 from test_kernels import ONE, Fake
 
 from straightline.generated import gemma4_e4b
+from straightline.runtime import specialize
 from straightline.runtime.cli import main
 from straightline.runtime.commands.sites import site_table
 from straightline.runtime.kernels import memory, resolve, states
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.memory import Finding
+from straightline.runtime.kernels.resolve import forget
 from straightline.runtime.kernels.states import SiteState, remembered, running
 
 GPU = Backend("cuda", "Fake 9000")
@@ -28,8 +30,9 @@ NAMES = (
 
 
 @pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRAIGHTLINE_CACHE", str(tmp_path / "cache"))
+    forget()
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def test_an_earlier_finding_is_what_the_next_process_uses(monkeypatch: pytest.Mo
 
 
 def test_of_a_model_in_this_process() -> None:
-    model = pair(toys.E6, strict=False).model
+    model = specialize(pair(toys.E6, strict=False).model)
     found = running(model)
     assert {one.state for one in found} == {"plain"} and len(found) > 5
     model.train()

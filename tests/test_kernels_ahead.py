@@ -433,3 +433,13 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvrtc.name() == ""
     with pytest.raises(nvrtc.CannotCompile, match="MLX has loaded no NVRTC that is known here"):
         nvrtc.compile_text("text", "a", {}, [])
+
+
+def test_headers_beside_mlx_come_before_those_of_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_source.mx, "__file__", str(tmp_path / "mlx" / "core.so"))
+    monkeypatch.setenv("CUDA_HOME", "/toolkit")
+    cccl = tmp_path / "mlx" / "include" / "cccl"
+    assert mlx_source.include_folders() == [cccl, Path("/toolkit/include"), Path("/toolkit/include/cccl")]
+    headers = tmp_path / "nvidia" / "cu13" / "include"
+    headers.mkdir(parents=True)
+    assert mlx_source.include_folders() == [cccl, headers, headers / "cccl"]

@@ -9,11 +9,11 @@ _BRANCHES = (("dense", 1), ("y", 2))
 
 
 def decode_bodies(plan: Plan) -> dict[str, list[str]]:
-    kinds = {f"{DECODE}_{kind.name}": list(_layer(kind, plan)) for kind in plan.kinds}
+    kinds = {f"{DECODE}_{kind.name}": list(_layer(kind)) for kind in plan.kinds}
     return kinds | {DECODE: list(_decode(plan))}
 
 
-def _layer(kind: Kind, plan: Plan) -> Iterator[str]:
+def _layer(kind: Kind) -> Iterator[str]:
     freqs = f", {kind.rope_freqs}" if kind.rope_freqs else ""
     if kind.is_reader:
         yield f"q = s.{kind.attention}_query(w.q_proj(x), w.q_norm, position{freqs})"
@@ -29,17 +29,17 @@ def _layer(kind: Kind, plan: Plan) -> Iterator[str]:
     norms = "w.post_attention_layernorm, w.pre_feedforward_layernorm"
     if kind.experts:
         yield f"h, x, r, e = s.attention_end(y, h, {norms}, w.router_norm, w.pre_feedforward_layernorm_2)"
-        yield f"dense = w.down_proj(s.{kind.geglu_site}(w.gate_up_proj(x)))"
-        yield from _experts(kind, plan)
+        yield f"dense = w.down_proj(w.gated(x, s.{kind.geglu_site}))"
+        yield from _experts()
     else:
         yield f"h, x = s.attention_end(y, h, {norms})"
-        yield f"y = w.down_proj(s.{kind.geglu_site}(w.gate_up_proj(x)))"
+        yield f"y = w.down_proj(w.gated(x, s.{kind.geglu_site}))"
     if kind.experts and kind.per_layer_input:
         branches = (f"mx.fast.rms_norm({name}, w.post_feedforward_layernorm_{n}, {kind.eps})" for name, n in _BRANCHES)
         yield f"y = {' + '.join(branches)}"
     if kind.per_layer_input:
         yield "h = s.feedforward_end(y, h, w.post_feedforward_layernorm)"
-        yield "y = w.per_layer_projection(s.per_layer_gate(w.per_layer_input_gate(h), per_layer, layer))"
+        yield "y = w.per_layer_projection(w.per_layer_gated(h, per_layer, layer, s.per_layer_gate))"
     end = "post_per_layer_input_norm" if kind.per_layer_input else "post_feedforward_layernorm"
     if kind.experts and not kind.per_layer_input:
         ends = "w.post_feedforward_layernorm_1, w.post_feedforward_layernorm_2, w.post_feedforward_layernorm"
@@ -49,14 +49,9 @@ def _layer(kind: Kind, plan: Plan) -> Iterator[str]:
     yield "return h, x, (k, v)" if kind.is_source else "return h, x"
 
 
-def _experts(kind: Kind, plan: Plan) -> Iterator[str]:
-    yield "scores = w.router_proj(r)"
-    yield f"chosen = mx.argpartition(scores, kth=-{kind.top_k}, axis=-1)[..., -{kind.top_k}:]"
-    picked = "mx.take_along_axis(scores, chosen, axis=-1)"
-    yield f"gates = mx.softmax({picked}, axis=-1) * w.per_expert_scale[chosen]"
-    yield f"e = e.reshape(1, 1, 1, 1, {plan.hidden_size})"
-    yield "y = w.down_experts(s.experts_geglu(w.gate_experts(e, chosen), w.up_experts(e, chosen)), chosen)"
-    yield f"y = (mx.expand_dims(gates, -1) * y.reshape(1, 1, {kind.top_k}, {plan.hidden_size})).sum(-2)"
+def _experts() -> Iterator[str]:
+    yield "chosen, gates = w.routed(r, w.per_expert_scale, s.router)"
+    yield "y = w.summed_experts(w.gated_experts(e, chosen, s.experts_geglu), chosen, gates)"
 
 
 def _decode(plan: Plan) -> Iterator[str]:

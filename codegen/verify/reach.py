@@ -14,7 +14,7 @@ from .tree import Tree, callee, small
 MODEL_MODULES = frozenset({"embed", "embed_per_layer", "per_layer_model_projection", "unembed", "lm_head"})
 MODEL_ARRAYS = frozenset({"per_layer_projection_norm", "first_norm", "norm"})
 EXPERT_MODULES = frozenset({"router_proj", "switch_glu"})
-DECODE_MODULES = frozenset({"qkv_proj", "gate_up_proj", "gate_experts", "up_experts", "down_experts"})
+DECODE_MODULES = frozenset({"qkv_proj", "gated", "gated_experts", "summed_experts", "routed", "per_layer_gated"})
 KIND_MODULES = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -12,7 +12,7 @@ from .tree import Tree
 OPS_MODULE = "straightline.runtime.ops"
 OPS = ("geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quantized_attention", "scaled_add")
 KERNELS_MODULE = "straightline.runtime.kernels"
-SITES = ("Attention", "DualResidualNorms", "Geglu", "PerLayerGate", "QKVRope", "ResidualNorms")
+SITES = ("Attention", "DualResidualNorms", "Geglu", "PerLayerGate", "QKVRope", "ResidualNorms", "Router")
 IMPORTED = {OPS_MODULE: OPS, KERNELS_MODULE: SITES}
 PER_LAYER = "per_layer_inputs"
 DECODE = "decode"

@@ -102,6 +102,7 @@ def pair_of(
         f"{size_in_gb(oracle):.2f} GB",
         "specialize": f"{seconds:.1f} s",
         "one token": specialized.dispatch.decode_reason or "by decode",
+        "in place": specialized.dispatch.in_place_reason or "K/V of single tokens",
         "tier": wish.tier,
     }
     if kv_config is not None:

@@ -14,6 +14,9 @@ from ...codegen.errors import SpecError, show
 from ..dispatch import Dispatch
 from ..errors import StraightlineError
 
+# Tokens that caches of speculation take back beyond a rejected draft: those that mlx-lm's loop leaves at its end.
+BEYOND = 2
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -98,7 +101,7 @@ class Loader:
 
             # mlx-lm's rings cannot take tokens back once they are full, and it would not say so.
             spec = model._storage[0] if model._storage else read_arguments(text_model(model).args)
-            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + 2))
+            model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + BEYOND))
         self.served.append((path_or_hf_repo, model.dispatch))
         return loaded
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StraightlineError
-from .loader import Loader, specialized, split
+from .loader import BEYOND, Loader, specialized, split
 
 
 def run(arguments: list[str]) -> int:
@@ -27,9 +27,12 @@ def run(arguments: list[str]) -> int:
 @contextmanager
 def _adapted(program: Any) -> Iterator[None]:
     """mlx_lm.server, its `load` a Loader, made to speculate with any model and to end when it cannot start."""
+    from ..kv import DEPTH
     from .speculation import KeptCaches, every_layer
 
     loader: Loader = program.load
+    plain_stream = program.stream_generate
+    most_drafted = max(DEPTH - BEYOND, loader.wishes.draft_tokens)
     generators = []
 
     class Provider(program.ModelProvider):  # type: ignore[misc]
@@ -51,7 +54,12 @@ def _adapted(program: Any) -> Iterator[None]:
             generators.append(self)
             super().__init__(*arguments)
 
+    def stream(*arguments: Any, num_draft_tokens: int, **named: Any) -> Any:
+        """A request may ask for any number; no more than the caches take back. The tokens are the same."""
+        return plain_stream(*arguments, num_draft_tokens=min(num_draft_tokens, most_drafted), **named)
+
     ours = {
+        "stream_generate": stream,
         "ModelProvider": Provider,
         "ResponseGenerator": Generator,
         "LRUPromptCache": KeptCaches,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ..handover import wait_for_handover
+
 if TYPE_CHECKING:
     from .lease import Lease
     from .slot import Slot
@@ -46,6 +48,7 @@ def end_lease(cache: Any) -> Any:
     """The cache, with its rows. Waits until they are written."""
     held = vars(cache)
     slot, _ = held.pop("slot"), held.pop("lease")
+    wait_for_handover()
     mx.eval(slot.clock.after)
     keys, values = slot.whole()
     cache.__class__ = type(cache).__bases__[-1]

@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..handover import wait_for_handover
 from ..kernels.into import private
 
 STEP = 256  # rows that mlx-lm's caches grow by
@@ -88,6 +89,7 @@ class Slot:
 
     def _grow(self) -> None:
         """By as much as mlx-lm grows it. Waits for the last token, whose rows MLX does not know to be written."""
+        wait_for_handover()
         mx.eval(self.clock.after)
         more = min(STEP, self.limit - self.rows) if self.limit else STEP
         shape = (1, self.kv_heads, -1, self.head_dim)

@@ -4,11 +4,12 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
+from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
 from .fast import FastAttention
 from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
-from .matvec import QuantizedMatvec
+from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
@@ -19,13 +20,18 @@ __all__ = [
     "Call",
     "DualResidualNorms",
     "FastAttention",
+    "GatedExperts",
     "Geglu",
     "PerLayerGate",
     "QKVRope",
     "QKVRopeInto",
     "QuantizedMatvec",
+    "QuantizedPerLayerGate",
+    "QuantizedRouter",
     "ResidualNorms",
+    "Router",
     "Site",
+    "SummedExperts",
     "faster",
     "report",
     "resolve",

@@ -49,6 +49,14 @@ class Draw:
         masks = self._words(parts, 1, 1) if parts > 1 else mx.zeros((1, 1, 1), dtype=mx.uint32)
         return mx.bitwise_xor(self._words(1, rows // parts, words), masks).reshape(rows, words)
 
+    def quantized(self, rows: int, size: int, bits: int, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Affine weights, scales and biases: a standard deviation about size**-0.5, a mean near 0, as trained ones."""
+        groups, step = (rows, size // group_size), size**-0.5 * 4 / 2**bits
+        packed = self.packed(rows, size * bits // 32)
+        scales = (mx.random.uniform(0.5, 1.5, groups, key=self.key()) * step).astype(self.dtype)
+        biases = ((mx.random.normal(groups, key=self.key()) * 0.05 - 0.5) * step * 2**bits).astype(self.dtype)
+        return packed, scales, biases
+
     def _words(self, *shape: int) -> mx.array:
         """Byte by byte, because randint goes through float32."""
         *outer, last = shape

@@ -14,7 +14,7 @@ Kernel = Callable[..., list[mx.array]]
 def launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype, several: bool) -> Call:
     """`several`: run the kernel for more than one row, too; else those rows go through the plain form."""
     shapes, unit, threads, single = site.shapes(1), site.unit, (program.threads, 1, 1), len(program.outputs) == 1
-    dtypes = (dtype,) * len(program.outputs)
+    dtypes = site.dtypes(dtype)
     grid = (program.threads * program.blocks, program.lines, 1)
     rest = rows_launcher(site, program, kernel, dtype) if several and not site.one_row else site.plain
 
@@ -37,7 +37,7 @@ def launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype, seve
 
 def rows_launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype) -> Call:
     """Any number of rows: the grid follows from the size of the first input."""
-    dtypes = (dtype,) * len(program.outputs)
+    dtypes = site.dtypes(dtype)
     threads = (program.threads, 1, 1)
     launches: dict[int, tuple[tuple[tuple[int, ...], ...], tuple[int, int, int]]] = {}
 

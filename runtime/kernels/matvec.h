@@ -1,5 +1,5 @@
-// x @ w.T for one row and affine 4- or 8-bit weights, with the arithmetic of MLX's qmv_kernel (CUDA only): one warp
-// a row of w, LANE weights a lane and step, every weight q * scale + bias in bfloat16 with one rounding. 4-bit: LANE
+// Rows of x @ w.T for affine 4- or 8-bit weights, with the arithmetic of MLX's qmv_kernel (CUDA only): one warp a row
+// of w, LANE weights a lane and step, every weight q * scale + bias in bfloat16 with one rounding. 4-bit: LANE
 // bfloat16 sums a lane. 8-bit: LANE float sums. Then one float sum over a lane's, and a butterfly.
 namespace straightline {
 
@@ -14,7 +14,14 @@ DEVICE Pair as_pair(unsigned bits) { return *reinterpret_cast<const Pair*>(&bits
 
 DEVICE Pair weight(Pair q, T scale, T bias) { return __hfma2(q, __bfloat162bfloat162(scale), __bfloat162bfloat162(bias)); }
 
-// 4-bit: 0x4300 is 128, whose last seven bits are units.
+// (x & 0x000f000f) | 0x43004300, which the compiler would do in two steps.
+DEVICE unsigned nibbles(unsigned x) {
+  unsigned result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "r"(0x000f000fu), "r"(0x43004300u));
+  return result;
+}
+
+// 4-bit: 0x4300 is 128, whose last seven bits are units. Two weights of a byte go to two halves of a word at once.
 struct Sums4 {
   Pair pair[8];
 
@@ -26,10 +33,11 @@ struct Sums4 {
   DEVICE void step(const uint4* x, uint2 w, T scale, T bias) {
     const uint4 low = x[0], high = x[1];
     const unsigned values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const unsigned high_of[2] = {w.x >> 4, w.y >> 4};
     UNROLL
     for (int i = 0; i < 8; i++) {
-      const unsigned byte = (i < 4 ? w.x : w.y) >> (8 * (i & 3));
-      const Pair q = __hsub2_rn(as_pair((byte & 0xfu) | ((byte >> 4 & 0xfu) << 16) | 0x43004300u), __float2bfloat162_rn(128.0f));
+      const unsigned byte = __byte_perm(i < 4 ? w.x : w.y, high_of[i / 4], 0x4400 + 0x1111 * (i & 3));
+      const Pair q = __hsub2_rn(as_pair(nibbles(byte)), __float2bfloat162_rn(128.0f));
       pair[i] = __hfma2(as_pair(values[i]), weight(q, scale, bias), pair[i]);
     }
   }
@@ -87,47 +95,45 @@ struct Chosen<false> {
 };
 using Sums = typename Chosen<BITS == 4>::Sums;
 
-// ROWS rows of w a warp: neighbours, or with GLU the gate row and the up row of one output.
-DEVICE void quantized_matvec(const T* x, const unsigned* w, const T* scales, const T* biases, T* out, Place here) {
-  const int lane = here.tid & 31, warp = here.tid >> 5;
-  const int first = (here.block * (BLOCK / 32) + warp) * (GLU ? 1 : ROWS);
-  if (first >= (GLU ? OUTPUTS / 2 : OUTPUTS)) return;
+// From one row's x to the next one's: 0 where they share it.
+CONSTANT int X_STEP = APART ? INPUTS / 8 : 0;
 
-  Sums sums[ROWS];
+// The rows of weights that a warp takes at once, and what each of them gives with its x.
+struct Rows {
   const uint2* packed[ROWS];
   const T *scale[ROWS], *bias[ROWS];
-  UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    int row = GLU ? first + r * (OUTPUTS / 2) : first + r;
-    if (row >= OUTPUTS) row = first; // a last, odd row: done twice, written once
-    packed[r] = reinterpret_cast<const uint2*>(w + size_t(row) * (INPUTS * BITS / 32)) + lane;
-    scale[r] = scales + size_t(row) * (INPUTS / GROUP) + lane * LANE / GROUP;
-    bias[r] = biases + size_t(row) * (INPUTS / GROUP) + lane * LANE / GROUP;
-    sums[r].clear();
-  }
-  const uint4* values = reinterpret_cast<const uint4*>(x) + lane * (LANE / 8);
 
+  DEVICE void set(int r, const unsigned* w, const T* scales, const T* biases, size_t row, int lane) {
+    packed[r] = reinterpret_cast<const uint2*>(w + row * (INPUTS * BITS / 32)) + lane;
+    scale[r] = scales + row * (INPUTS / GROUP) + lane * LANE / GROUP;
+    bias[r] = biases + row * (INPUTS / GROUP) + lane * LANE / GROUP;
+  }
+
+  DEVICE void times(const T* x, int lane, T* result) const {
+    const uint4* values = reinterpret_cast<const uint4*>(x) + lane * (LANE / 8);
+    Sums sums[ROWS];
+    UNROLL
+    for (int r = 0; r < ROWS; r++) sums[r].clear();
 #pragma unroll UNROLLED
-  for (int step = 0; step < STEPS; step++) {
+    for (int step = 0; step < STEPS; step++) add(sums, values, step);
+    if (REST > 0 && lane < REST) add(sums, values, STEPS);
+    UNROLL
+    for (int r = 0; r < ROWS; r++) result[r] = narrow(warp_sum(sums[r].total()));
+  }
+
+  DEVICE void add(Sums* sums, const uint4* values, int step) const {
     UNROLL
     for (int r = 0; r < ROWS; r++)
       sums[r].step(
-          values + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
+          values + r * X_STEP + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
           bias[r][step * (STEP / GROUP)]);
   }
-  if (REST > 0 && lane < REST) {
-    UNROLL
-    for (int r = 0; r < ROWS; r++)
-      sums[r].step(
-          values + STEPS * (STEP / 8), __ldg(packed[r] + STEPS * 32), scale[r][STEPS * (STEP / GROUP)],
-          bias[r][STEPS * (STEP / GROUP)]);
-  }
+};
 
-  T result[ROWS];
-  UNROLL
-  for (int r = 0; r < ROWS; r++) result[r] = narrow(warp_sum(sums[r].total()));
-  if (lane != 0) return;
-  finish(result, out, first);
-}
+CONSTANT int FINISHED = GLU ? ROWS / 2 : ROWS; // values that a warp writes
+CONSTANT int WIDTH = GLU ? OUTPUTS / 2 : OUTPUTS;
+
+// The first of the values that a warp writes.
+DEVICE int first_of(Place here) { return (here.block * (BLOCK / 32) + (here.tid >> 5)) * FINISHED; }
 
 } // namespace straightline

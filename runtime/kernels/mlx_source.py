@@ -67,6 +67,6 @@ def include_folders() -> list[Path]:
     """NVIDIA's headers: those that come with MLX, then those beside its library or in the CUDA toolkit."""
     packages = Path(mx.__file__).parents[1]
     toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    wheel = packages / "nvidia" / "cu13" / "include"
-    headers = wheel if wheel.is_dir() else Path(toolkit) / "include"
+    wheels = (packages / "nvidia" / name / "include" for name in ("cu13", "cuda_runtime"))
+    headers = next((path for path in wheels if path.is_dir()), Path(toolkit) / "include")
     return [packages / "mlx" / "include" / "cccl", headers, headers / "cccl"]

@@ -27,6 +27,10 @@ class Site(ABC):
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the outputs for this many rows."""
 
+    def dtypes(self, dtype: mx.Dtype) -> tuple[mx.Dtype, ...]:
+        """Those of the outputs, for a stream of this dtype."""
+        return (dtype,) * len(self.shapes(1))
+
     @abstractmethod
     def plain(self, *inputs: Any) -> Outputs:
         """mlx-lm's own operations in their order."""

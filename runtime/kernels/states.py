@@ -28,10 +28,10 @@ class SiteState:
 
 
 def running(model: Any) -> tuple[SiteState, ...]:
-    """Each site of a specialized model as it was chosen in this process."""
-    chosen = report()
-    files = model._bound.files if model._bound.routes else ()
-    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in sites_of(files) if site in chosen)
+    """Each site of a specialized model as it was chosen in this process, then its quantized products by their slot."""
+    chosen, bound = report(), model._bound
+    pairs = (*sites_of(bound.files), *bound.products) if bound.routes else ()
+    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in pairs if site in chosen)
 
 
 def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:

@@ -15,5 +15,7 @@ def control(oracle: Any, model: Any, vocab: int) -> Row:
 
 
 def spoil(model: Any) -> None:
-    last = model._bound.weights.layers[-1]
-    last.layer_scalar = (raw(last.layer_scalar) + 1).view(last.layer_scalar.dtype)
+    weights = model._bound.weights
+    spoiled = raw(weights.layers[-1].layer_scalar) + 1
+    for each in (weights, weights.single):  # forward's and decode's
+        each.layers[-1].layer_scalar = spoiled.view(each.layers[-1].layer_scalar.dtype)

@@ -75,7 +75,7 @@ def with_kernels(proof: Proof, kernels: bool) -> Proof:
     """The same, decoding with fused kernels where they are exact here, or without."""
     model = specialize(proof.model, strict=True, kernels=kernels)
     quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=kernels)
-    return replace(proof, model=model, quantized=quantized)
+    return replace(proof, model=model, quantized=quantized, facts=proof.facts | _decoding(model))
 
 
 def _packaged(subject: Subject, model: Any, oracle: Any, steps: int) -> Proof:
@@ -96,15 +96,21 @@ def _proof(
     dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
     files = dict.fromkeys(file for one in (model, quantized) for file in one._bound.files)
     named = ", ".join(f"{file.__name__.rpartition('.')[2]} ({file.FINGERPRINT})" for file in files)
-    facts = facts | {
-        "fingerprint": spec.architecture,
-        "files": named,
-        "one token": model.dispatch.decode_reason or "by decode",
+    facts = facts | {"fingerprint": spec.architecture, "files": named} | _decoding(model)
+    facts |= {
         "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
         f"{size_in_gb(oracle):.2f} GB",
     }
     window = spec.sliding_window or 64
     return Proof(oracle, model, quantized, kv_config, window, spec.vocab_size, steps, facts)
+
+
+def _decoding(model: Any) -> dict[str, str]:
+    """How single tokens are served."""
+    return {
+        "one token": model.dispatch.decode_reason or "by decode",
+        "in place": model.dispatch.in_place_reason or "K/V of single tokens",
+    }
 
 
 def _kv_config(subject: Subject) -> list[dict[str, int]] | None:

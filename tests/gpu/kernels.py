@@ -27,12 +27,17 @@ from oracle import oracle
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
     QuantizedMatvec,
+    QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
     report,
     resolve_all,
 )
@@ -270,6 +275,15 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
         yield QuantizedMatvec(hidden, 2 * width, glu=True)
         yield QuantizedMatvec(width, hidden)
     yield QuantizedMatvec(hidden, text["vocab_size"])
+    if text["hidden_size_per_layer_input"]:
+        for bits in (4, 8):
+            yield QuantizedPerLayerGate(hidden, text["hidden_size_per_layer_input"], text["num_hidden_layers"], bits)
+    if text.get("enable_moe_block"):
+        yield Router(text["num_experts"], text["top_k_experts"])
+        yield QuantizedRouter(hidden, text["num_experts"], text["top_k_experts"])
+        for bits in (4, 8):
+            yield GatedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits)
+            yield SummedExperts(text["moe_intermediate_size"], hidden, text["top_k_experts"], bits)
     if size in ("12b", "26b"):
         yield QuantizedMatvec(hidden, 2 * widths(text)[0], bits=8, glu=True)
         yield QuantizedMatvec(widths(text)[0], hidden, bits=8)

@@ -7,15 +7,21 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from straightline.runtime.kernels import (
     DualResidualNorms,
+    GatedExperts,
     Geglu,
     PerLayerGate,
     QKVRope,
     QuantizedMatvec,
+    QuantizedPerLayerGate,
+    QuantizedRouter,
     ResidualNorms,
+    Router,
     Site,
+    SummedExperts,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -42,6 +48,17 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return per_layer_gate(site, *inputs)
         case QuantizedMatvec():
             return quantized(site, *inputs)
+        case QuantizedPerLayerGate():
+            return quantized_per_layer_gate(site, *inputs)
+        case GatedExperts():
+            return gated_experts(site, *inputs)
+        case SummedExperts():
+            return summed_experts(site, *inputs)
+        case QuantizedRouter():
+            x, *weights, scales = inputs
+            return router(site, linear(site, *weights)(x), scales)
+        case Router():
+            return router(site, *inputs)
     raise NotImplementedError(f"no module of mlx-lm has {site}")
 
 
@@ -230,9 +247,19 @@ def mlp(gate: Any, up: Any) -> Any:
 
 
 def per_layer_gate(site: Any, gate: mx.array, per_layer: mx.array, index: int) -> tuple[mx.array, ...]:
-    h = mx.zeros((gate.shape[0], 1, 64), dtype=gate.dtype)
+    return with_gate(site, gives(gate), per_layer, index)
+
+
+def quantized_per_layer_gate(
+    site: Any, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, per_layer: mx.array, index: mx.array
+) -> tuple[mx.array, ...]:
+    return with_gate(site, gives(linear(site, w, scales, biases)(x)), per_layer, int(index.item()))
+
+
+def with_gate(site: Any, gate: Any, per_layer: mx.array, index: int) -> tuple[mx.array, ...]:
+    h = mx.zeros((per_layer.shape[0], 1, 64), dtype=per_layer.dtype)
     layer = layer_of(SimpleNamespace(unit=64, eps=1e-6), h, hidden_size_per_layer_input=site.size)
-    layer.per_layer_input_gate = gives(gate)
+    layer.per_layer_input_gate = gate
     layer.per_layer_projection = spy = Spy(gives(h))
     layer(h, per_layer_input=per_layer[:, :, index, :])
     return (spy.seen,)
@@ -244,6 +271,45 @@ def quantized(site: Any, x: mx.array, w: mx.array, scales: mx.array, biases: mx.
     halves = [[mx.contiguous(part) for part in mx.split(whole, 2, axis=0)] for whole in (w, scales, biases)]
     gate, up = (linear(site, *parts) for parts in zip(*halves, strict=True))
     return (mlp(gate, up)(x),)
+
+
+def gated_experts(site: Any, x: mx.array, chosen: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+    """mlx-lm's SwitchGLU up to its projection down, which is replaced to see what comes in."""
+    module = SwitchGLU(site.group_size, site.width, 1, activation=gemma4_text.GeGLU())
+    module.gate_proj, module.up_proj = (experts(site, *weights[start : start + 3]) for start in (0, 3))
+    module.down_proj = spy = Seen()
+    module(x.reshape(*chosen.shape[:-1], site.inputs_size), chosen)
+    return (spy.x,)
+
+
+def summed_experts(
+    site: Any, x: mx.array, chosen: mx.array, gates: mx.array, *weights: mx.array
+) -> tuple[mx.array, ...]:
+    module = gemma4_text.Experts(arguments(hidden_size=64))
+    module.switch_glu.gate_proj = module.switch_glu.up_proj = lambda *args, **kwargs: x
+    module.switch_glu.activation = lambda up, gate: x
+    module.switch_glu.down_proj = experts(site, *weights)
+    return (module(mx.zeros((1, 1, 64), dtype=x.dtype), chosen, gates),)
+
+
+def router(site: Any, scores: mx.array, scales: mx.array) -> tuple[mx.array, ...]:
+    module = gemma4_text.Router(arguments(num_experts=site.experts, top_k_experts=site.top_k))
+    module.proj = gives(scores)
+    module.per_expert_scale = scales
+    return tuple(module(mx.zeros((1, 1, 64), dtype=scores.dtype)))
+
+
+class Seen(nn.Module):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+        self.x = x
+        return x
+
+
+def experts(site: Any, w: mx.array, scales: mx.array, biases: mx.array) -> QuantizedSwitchLinear:
+    settings = {"bias": False, "group_size": site.group_size, "bits": site.bits}
+    module = QuantizedSwitchLinear(site.group_size, 8, 1, **settings)
+    module.weight, module.scales, module.biases = w, scales, biases
+    return module
 
 
 def linear(site: Any, w: mx.array, scales: mx.array, biases: mx.array) -> nn.QuantizedLinear:
