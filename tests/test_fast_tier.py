@@ -532,6 +532,43 @@ def test_texts_are_whole(shape: tuple[int, int, int], bits: int, whole: bool) ->
     assert ("min(rows[0], " in programs[0].source) == whole
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("shape", [(8, 1, 512), (16, 1, 512), (16, 2, 512), (32, 4, 512)])
+def test_products_of_matrices_serve_many_rows(shape: tuple[int, int, int], whole: bool) -> None:
+    site = FastAttention(*shape, whole=whole)
+    (reading, adding), (_, same) = site.for_many_rows("cuda")
+    assert reading.function == "fast_tensor" and adding == same
+    assert "DEVICE void fast_tensor(\n    const T* q, Rows keys" in reading.text and len(reading.source) < 400
+    assert reading.text.count("{") == reading.text.count("}")
+    assert (reading.lines, reading.threads, reading.outputs) == (site.kv_heads, 256, ("parts", "scores"))
+    size = {"float": 4, "straightline::Four": 16}
+    assert sum(size[kind] * count for kind, _, count in reading.shared) <= 48 * 1024
+
+
+def test_where_there_are_no_products_of_matrices() -> None:
+    for site in (FastAttention(8, 2, 512), FastAttention(16, 1, 256), FastAttention(16, 1, 512, 4, 64)):
+        assert len(site.for_many_rows("cuda")) == 1
+    for site in (FastAttention(16, 1, 256), FastAttention(32, 1, 512), FastAttention(16, 1, 512, 8, 64)):
+        with pytest.raises(Unsupported, match="tensor products are for plain rows of 512 and up to 16 query heads"):
+            site.in_tensors("cuda")
+
+
+def test_a_form_that_fails_leaves_many_rows_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(monkeypatch)
+    make = Fake.make
+
+    def without(self: Fake, program: Program) -> Any:
+        if program.function == "fast_tensor":
+            raise RuntimeError("Failed to compile kernel: a.h(7): error: no such product")
+        return make(self, program)
+
+    monkeypatch.setattr(Fake, "make", without)
+    site = FastAttention(8, 1, 512)
+    assert resolve_fast(site).call is not None
+    assert fake.made == ["fast_attention", "fast_attention", "fast_merge"]
+    assert sorted(one["state"] for one in findings().values()) == ["kernel", "kernel", "plain"]
+
+
 def test_a_cut_changes_the_text() -> None:
     assert BIG.in_cluster("cuda", Cut(1, 128, 8)).digest != BIG.program("cuda").digest
 

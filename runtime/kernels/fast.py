@@ -1,6 +1,6 @@
 """The fast tier's attention of one token: float32 inside, closer to float64 than MLX's operations, not their bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -126,6 +126,33 @@ class FastAttention(Site):
             blocks=self.head_dim // MERGED,
             shared=(("float", "shared", 2 * MERGED * MERGERS),),
         )
+
+    def in_tensors(self, backend: str) -> tuple[Program, Program]:
+        """As `in_parts`, by products of matrices."""
+        reading, adding = self.in_parts(backend, Cut(1, 256, 1))
+        if self.bits or self.head_dim != 512 or self.repeats > 16:
+            raise Unsupported("tensor products are for plain rows of 512 and up to 16 query heads a KV head")
+        warps = reading.threads // 32
+        return (
+            replace(
+                reading,
+                function="fast_tensor",
+                headers=(*reading.headers[:-1], "fast_tensor.h"),
+                lines=self.kv_heads,
+                shared=(
+                    ("straightline::Four", "queries", 2 * self.head_dim // 32 * 32),
+                    ("float", "table", 16 * 72),
+                    ("float", "shrunk", 2 * warps),
+                ),
+            ),
+            adding,
+        )
+
+    def for_many_rows(self, backend: str) -> tuple[tuple[Program, Program], ...]:
+        """What to try in two launches, the faster first. As measured on an H200; docs/fast-tier.md."""
+        parts = self.in_parts(backend, self.long_cut)
+        tensors = not self.bits and self.head_dim == 512 and 8 <= self.repeats <= 16
+        return (self.in_tensors(backend), parts) if tensors else (parts,)
 
     def _constants(self, cut: Cut) -> tuple[tuple[str, int | float], ...]:
         return (

@@ -1,6 +1,6 @@
 """The calls of FastAttention from its compiled kernels: few rows in one launch, many in two."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ def clustered(site: FastAttention, program: Program, kernel: Kernel) -> Call:
 
 
 def parted(
-    site: FastAttention, programs: tuple[Program, Program], kernels: tuple[Kernel, Kernel], parts: int | None = None
+    site: FastAttention, programs: tuple[Program, Program], kernels: Sequence[Kernel], parts: int | None = None
 ) -> Call:
     """(q, k, v[, rows]) in two launches; `parts` blocks share the rows of a head, by default as many as they need."""
     shapes, dtypes, unit, plain = site.shapes(1), (mx.bfloat16,), site.unit, site.plain

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -68,11 +69,15 @@ def _choose(site: FastAttention, dtype: mx.Dtype, backend: Backend) -> Fast:
     if dtype != DTYPE:
         return Fast(None, f"{str(dtype).rpartition('.')[2]}: the fast attention is for bfloat16")
     try:
-        one, two = site.in_cluster(backend.name, site.cut), site.in_parts(backend.name, site.long_cut)
+        one, for_many = site.in_cluster(backend.name, site.cut), site.for_many_rows(backend.name)
     except Unsupported as error:
         return Fast(None, str(error))
     short, why_short = _checked(site, backend, (one,), lambda kernels: clustered(site, one, kernels[0]))
-    long, why_long = _checked(site, backend, two, lambda kernels: parted(site, two, (kernels[0], kernels[1])))
+    long, why_long = None, ""
+    for two in for_many:
+        long, why_long = _checked(site, backend, two, partial(parted, site, two))
+        if long is not None:
+            break
     if short is not None and long is not None:
         return Fast(by_length(site, short, long, ONE_LAUNCH), why_short)
     if short is None and long is None:

@@ -160,8 +160,11 @@ def made(
     one = site.in_cluster("cuda", cut)
     forms = {"one launch": clustered(site, one, backend.make(one))}
     if two:
-        reading, adding = site.in_parts("cuda", long or cut)
-        forms["two launches"] = parted(site, (reading, adding), (backend.make(reading), backend.make(adding)), parts)
+        some = site.in_parts("cuda", long or cut)
+        forms["two launches"] = parted(site, some, [backend.make(program) for program in some], parts)
+    if two and site.head_dim == 512 and not site.bits:
+        some = site.in_tensors("cuda")
+        forms["tensors"] = parted(site, some, [backend.make(program) for program in some], parts)
     inputs, seconds = site.inputs_of(300, 0), []
     mx.eval(inputs)
     for name in list(forms):
@@ -183,9 +186,12 @@ def prepare(wanted: list[tuple[FastAttention, Cut, bool]], backend: Any) -> None
     for site, cut, two in dict.fromkeys(wanted):
         q, k, v, *rows = site.inputs_of(1, 0)
         inputs = (q, *k, *v, *rows) if site.bits else (q, k, v, *rows)
+        left = (mx.zeros((1, 1, 1)), mx.zeros((1, 1, 2)))
+        if two and site.head_dim == 512 and not site.bits:
+            reading, _ = site.in_tensors("cuda")
+            programs[reading.name] = (reading, inputs, (mx.float32, mx.float32))
         if two:
             reading, adding = site.in_parts("cuda", cut)
-            left = (mx.zeros((1, 1, 1)), mx.zeros((1, 1, 2)))
             programs[reading.name] = (reading, inputs, (mx.float32, mx.float32))
             programs[adding.name] = (adding, left, (mx.bfloat16,))
         else:
@@ -372,10 +378,13 @@ def cuts(options: argparse.Namespace, backend: Any, profiler: Profiler, start: f
                 continue
             forms, compiled = made(site, cut, backend, two=site.head_dim == 512)
             jobs = {f"{name} {length}": Job(site, call, length) for name, call in forms.items() for length in lengths}
-            if forms and cut == others[0] and max(lengths) > 4096:
+            if cut != others[0]:
+                jobs = {name: job for name, job in jobs.items() if not name.startswith("tensors")}
+            elif forms and max(lengths) > 4096:
                 for parts in PARTS:
-                    call = made(site, cut, backend, parts)[0]["two launches"]
-                    jobs[f"{parts} parts {max(lengths)}"] = Job(site, call, max(lengths))
+                    for name, call in made(site, cut, backend, parts)[0].items():
+                        if name != "one launch":
+                            jobs[f"{name} in {parts} {max(lengths)}"] = Job(site, call, max(lengths))
             walls = {name: statistics.median([job() for _ in range(4)][1:]) for name, job in jobs.items()}
             kernels = profiler.times(list(jobs.values()))
             told = [f"{name}: {1e6 * walls[name]:.1f} ({kernels.get(job, '-')})" for name, job in jobs.items()]
