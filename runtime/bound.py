@@ -58,9 +58,10 @@ class Route(NamedTuple):
 class Earlier(NamedTuple):
     """What one binding passes on to the next: its files, and whether `decode` was found exact with them."""
 
-    files: tuple[ModuleType, ...]
-    decode_checked: bool
-    in_place_checked: bool
+    files: tuple[ModuleType, ...] = ()
+    decode_checked: bool = False
+    in_place_checked: bool = False
+    compiled_reason: str = ""
     tier_checked: frozenset[str] = frozenset()
 
 
@@ -71,11 +72,12 @@ class Bound:
         """earlier: what served until the modules changed.
 
         decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
         file = options.module
-        earlier = earlier or Earlier((), False, False)
-        found, self.decode_checked, self.in_place_checked, self.tier_checked = earlier
+        earlier = earlier or Earlier()
+        found, self.decode_checked, self.in_place_checked, self.compiled_reason, self.tier_checked = earlier
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -164,12 +166,22 @@ class Bound:
         return route if refused else fast
 
     def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
-        for index, route in enumerate(self.routes):
-            if route.in_place is not None and not self.in_place_checked:
-                self.in_place_reason = in_place_refused(self.weights, route, _caches_of(text), vocabulary)
-                self.in_place_checked = not self.in_place_reason
-                if self.in_place_reason:
-                    self.routes = (*self.routes[:index], route._replace(in_place=None), *self.routes[index + 1 :])
+        self.routes = tuple(self._checked_in_place(text, route, vocabulary) for route in self.routes)
+
+    def _checked_in_place(self, text: nn.Module, route: Route, vocabulary: int) -> Route:
+        """The route as it is exact: with compiled layers, without them, or not in place at all."""
+        if route.in_place is None:
+            return route
+        if self.compiled_reason:
+            route = route._replace(in_place=route.in_place.uncompiled())
+        if self.in_place_checked:
+            return route
+        refused = in_place_refused(self.weights, route, _caches_of(text), vocabulary)
+        if refused and not self.compiled_reason:
+            self.compiled_reason = refused
+            return self._checked_in_place(text, route, vocabulary)
+        self.in_place_reason, self.in_place_checked = refused, not refused
+        return route._replace(in_place=None) if refused else route
 
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""

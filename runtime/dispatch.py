@@ -10,6 +10,7 @@ class Dispatch:
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
+    compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
     tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
     was measured, or why not).
@@ -25,6 +26,7 @@ class Dispatch:
         self.decode_reason = ""
         self.kernels_reason = ""
         self.in_place_reason = ""
+        self.compiled_reason = ""
         self.tier = "exact"
         self.tier_sites: dict[str, tuple[str, str]] = {}
 

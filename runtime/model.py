@@ -148,7 +148,9 @@ class Specialized(Watched):
         old = self._bound
         earlier = None
         if old is not None:
-            earlier = Earlier(old.files, old.decode_checked, old.in_place_checked, old.tier_checked)
+            earlier = Earlier(
+                old.files, old.decode_checked, old.in_place_checked, old.compiled_reason, old.tier_checked
+            )
         del old
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
@@ -159,6 +161,7 @@ class Specialized(Watched):
         self.dispatch.decode_reason = bound.decode_reason
         self.dispatch.kernels_reason = bound.kernels_reason
         self.dispatch.in_place_reason = bound.in_place_reason
+        self.dispatch.compiled_reason = bound.compiled_reason
         self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
 

@@ -17,10 +17,17 @@ __all__ = ["geglu", "gelu_approx", "logit_softcap", "proportional_freqs", "quant
 
 
 def attention_over_plain_rows(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, group_size: int, bits: int
+    queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, group_size: int, bits: int
 ) -> mx.array:
-    """[B, heads, L, dim]: attention where quantized caches hand out plain rows, and mlx-lm takes them for such."""
+    """[B, heads, L, dim]: attention where quantized caches hand out plain rows. Takes (packed, scales, biases), too."""
+    if isinstance(keys, tuple):
+        keys, values = (_plain(rows, group_size, bits) for rows in (keys, values))
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def _plain(rows: Any, group_size: int, bits: int) -> mx.array:
+    packed, scales, biases = rows
+    return mx.dequantize(packed, scales, biases, group_size, bits)
 
 
 _attention = attention_over_plain_rows if PLAIN_ROWS else quantized_scaled_dot_product_attention

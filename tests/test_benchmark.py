@@ -410,7 +410,7 @@ EQUAL = Row(
     parts=Parts(0.001, 0.002, 0.003),
     bytes_read=4_000_000_000,
     share=0.25,
-    peak=5_500_000_000,
+    peak=5_512_300_000,
 )
 BASE = replace(EQUAL, side="mlx-lm", ratio=Spread(1.0, 1.0, 1.0))
 DEPARTED = replace(EQUAL, departs="step 3: tap 17", ratio=None, best_over_best=None)
@@ -426,13 +426,13 @@ def test_a_table_has_the_ratio_first() -> None:
     first, second = lines([BASE, EQUAL])
     assert first.split()[:6] == ["context", "512,", "width", "4", "mlx-lm", "x1.00"]
     assert " ".join(second.split()) == (
-        "straightline x2.00 1.80-2.10 x1.95 200.0 212.0 1.00 2.00 3.00 956 4.0 GB 25% 5.5 GB 64"
+        "straightline x2.00 1.80-2.10 x1.95 200.0 212.0 1.00 2.00 3.00 956 4 GB 25% 5.512 GB 64"
     )
 
 
 def test_a_table_says_what_has_no_ratio() -> None:
     assert lines([BASE, DEPARTED])[1].split("  ")[-1] == "departs from mlx-lm at step 3: tap 17"
-    assert lines([BASE, CHOSEN])[1].endswith("5.5 GB  not bit-equal by choice, from step 3: logits")
+    assert lines([BASE, CHOSEN])[1].endswith("5.512 GB  not bit-equal by choice, from step 3: logits")
     assert lines([FAILED]) == [f"{'prefill 2048':<30}  mlx-lm: cannot be run: [malloc] no memory"]
 
 

@@ -98,6 +98,14 @@ def test_one_changed_bit_gets_no_ratio(
     assert last.split("  ")[-1] == "departs from mlx-lm at step 0: logits" and " x" not in last
 
 
+def test_the_fast_tier_says_where_it_runs(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nowhere on a CPU, so the bits are mlx-lm's, and the table does not say otherwise."""
+    assert main(["bench", checkpoint, "--context", "12", "--tier", "fast", "--json", *FEW]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["tier"].startswith("fast; ") and " exact: " in found["machine"]["tier"]
+    assert [(row["departs"], row["by_choice"]) for row in found["rows"]] == [("", False)] * 2
+
+
 def test_cells_that_fail_say_why_and_the_others_run(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No file bakes these caches, and a ratio of mlx-lm's code with itself is not shown."""
     assert main(["bench", checkpoint, "--context", "12", "--prefill", "9", "--kv-bits", "8", *FEW]) == 1

@@ -368,3 +368,16 @@ def test_the_check_at_load(walk: Walk) -> None:
     broken[name] = lambda slot, *inputs, call=broken[name]: call(slot, inputs[0] + 1, *inputs[1:])
     wrong = route._replace(in_place=InPlace(*[SimpleNamespace(**broken)] * 2))
     assert "differ from those of forward" in in_place_refused(bound.weights, wrong, _caches_of(plain), walk.vocab)
+
+
+def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
+    model = walk.pair.model
+    bound = model._bound
+    bound.in_place_checked, bound.compiled_reason = False, ""
+    right = bound.routes[0].in_place.moving
+    wrong = SimpleNamespace(
+        **vars(right) | {"sliding_layer": lambda function, w, s, h, *rest: function(w, s, -h, *rest)}
+    )
+    route = bound._checked_in_place(text(model), bound.routes[0]._replace(in_place=InPlace(right, wrong)), walk.vocab)
+    assert (route.in_place, bound.in_place_reason) == (InPlace(right, right), "")
+    assert bound.compiled_reason == "its logits differ from those of forward at step 1"

@@ -65,8 +65,8 @@ SITES: tuple[Site, ...] = (
     Geglu(64, joined=True, experts=2),
     PerLayerGate(64, 5),
     QuantizedMatvec(256, 96),
-    GatedExperts(128, 64, 3),
-    SummedExperts(64, 128, 3),
+    GatedExperts(128, 64, 8),
+    SummedExperts(64, 128, 8),
     Router(16, 3),
     QuantizedRouter(128, 16, 3),
     QuantizedPerLayerGate(128, 64, 3),
@@ -285,6 +285,9 @@ def test_other_dtypes_and_sizes_are_plain_with_a_reason(monkeypatch: pytest.Monk
         Geglu(30): "rows of 30 values; the kernel is for multiples of 8",
         PerLayerGate(4096, 2): "rows of 4096 values; the kernel is for multiples of 8 up to 2048",
         QuantizedMatvec(256, 64, bits=6): "6-bit weights in groups of 64; the kernel is for 4 and 8 bits",
+        GatedExperts(128, 64, 7): "7 experts a token; the kernel is for 8 to 16",
+        SummedExperts(128, 64, 8, bits=8): "8-bit weights of experts; the kernel is for 4 bits",
+        SummedExperts(96, 64, 8, group_size=32): "64 x 96 weights of experts; expected a multiple of 8 x one of 64",
     }
     resolve_all(reasons, progress=False)
     assert report() == {site: ("plain", reason) for site, reason in reasons.items()}

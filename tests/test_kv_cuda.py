@@ -66,6 +66,16 @@ def test_what_is_handed_out_is_what_is_stored(name: str, monkeypatch: pytest.Mon
     assert not hasattr(type(cache).from_state(cache.state), "bits")
 
 
+def test_attention_over_plain_rows_takes_packed_ones() -> None:
+    """As the fast tier's exact form has them."""
+    rng = np.random.default_rng(0)
+    queries, keys = random_rows(rng, 3)[0], mx.quantize(random_rows(rng, 5)[0], 32, 4)
+    plain = mx.dequantize(*keys, 32, 4)
+    how: dict[str, Any] = {"scale": 1.0, "mask": "causal", "group_size": 32, "bits": 4}
+    found = ops.attention_over_plain_rows(queries, tuple(keys), tuple(keys), **how)
+    assert_same(found, ops.attention_over_plain_rows(queries, plain, plain, **how), "attention")
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "PLAIN_ROWS", True)
@@ -75,7 +85,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(name: str, entries: Any) -> Any:
     file = file_with(MODELS[name], entries)
-    vars(file)["quantized_attention"] = ops.attention_over_plain_rows  # what it imports on CUDA
+    vars(file)["quantized_attention"] = ops.attention_over_plain_rows  # what runs there on CUDA
     return specialize(build(MODELS[name]), file, strict=True)
 
 

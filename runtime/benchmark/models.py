@@ -89,12 +89,10 @@ def pair_of(
     oracle.update(model.parameters())
     before = _held()
     started = time.perf_counter()
-    tier: dict[str, Any] = {} if wish.tier == "exact" else {"tier": wish.tier}
-    specialized = specialize(model, file, strict=True, kernels=wish.kernels, **tier)
+    specialized = specialize(model, file, strict=True, kernels=wish.kernels, tier=wish.tier)
     seconds = time.perf_counter() - started
     # Joined projections are views of new arrays: without this, the oracle alone would keep the old ones alive.
     oracle.update(specialized.parameters())
-    del model
     spec = read_arguments(text_model(oracle).args)
     dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
     facts |= {
@@ -103,12 +101,17 @@ def pair_of(
         "specialize": f"{seconds:.1f} s",
         "one token": specialized.dispatch.decode_reason or "by decode",
         "in place": specialized.dispatch.in_place_reason or "K/V of single tokens",
-        "tier": wish.tier,
+        "tier": _tier(wish.tier, specialized.dispatch.tier_sites),
     }
     if kv_config is not None:
         facts["K/V"] = _words(kv_config)
         spec = spec.with_kv(read_kv_config(kv_config, spec))
     return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), running(specialized), facts)
+
+
+def _tier(tier: str, sites: dict[str, tuple[str, str]]) -> str:
+    """With where it runs, and what was measured there or why it does not."""
+    return "; ".join([tier, *(f"{name} {state}: {reason}" for name, (state, reason) in sites.items())])
 
 
 def _held() -> int:

@@ -1,6 +1,5 @@
 """The table of `straightline bench`: a line a side, as soon as its cell is done. The ratio comes first. Pure."""
 
-from ..commands.words import size
 from .measures import Spread
 from .rows import Row
 
@@ -51,9 +50,9 @@ def _row(row: Row, name: str) -> str:
             _number(row.best),
             *parts,
             "-" if row.primitives is None else str(row.primitives),
-            "-" if row.bytes_read is None else size(row.bytes_read),
+            "-" if row.bytes_read is None else _size(row.bytes_read),
             "-" if row.share is None else f"{row.share:.0%}",
-            "-" if row.peak is None else size(row.peak),
+            "-" if row.peak is None else _size(row.peak),
             f"not bit-equal by choice, from {row.departs}" if row.by_choice else str(row.compared),
         )
     )
@@ -66,6 +65,12 @@ def _line(cells: tuple[str, ...]) -> str:
         for at, (cell, w) in enumerate(zip(cells, WIDTHS, strict=True))
     ]
     return "  ".join(placed).rstrip()
+
+
+def _size(count: int) -> str:
+    """Four digits, since a peak one percent higher has to be seen."""
+    scale, unit = (1e9, "GB") if count >= 1e8 else (1e6, "MB")
+    return f"{count / scale:.4g} {unit}"
 
 
 def _times(ratio: float | None) -> str:

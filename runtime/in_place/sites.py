@@ -18,6 +18,9 @@ class InPlace(NamedTuple):
     moving: SimpleNamespace
     settled: SimpleNamespace
 
+    def uncompiled(self) -> "InPlace":
+        return InPlace(self.moving, self.moving)
+
 
 def in_place_sites(sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.Dtype) -> tuple[InPlace | None, str]:
     """As `calls`, but each token's K/V written where it stays; or None and the reason.
@@ -48,10 +51,12 @@ def in_place(calls: Mapping[str, Any]) -> InPlace:
 def over_whole_buffers(exact: InPlace, attention: Mapping[str, Callable[..., mx.array]]) -> InPlace:
     """As `exact`, over slots that show whole buffers: attention by calls (q, k, v, rows), by name.
 
-    No shape changes from token to token until a buffer grows, so that all layers are compiled.
+    No shape changes from token to token until a buffer grows, so that all layers are compiled, if any are in `exact`.
     """
     calls = dict(vars(exact.moving)) | {name: _over_whole(call) for name, call in attention.items()}
     moving = SimpleNamespace(**calls)
+    if exact.settled is exact.moving:
+        return InPlace(moving, moving)
     compiled = CompiledLayers(moving).run
     return InPlace(moving, SimpleNamespace(**calls | {"sliding_layer": compiled, "full_layer": compiled}))
 

@@ -7,9 +7,11 @@ import mlx.core as mx
 
 from ..ops import geglu
 from .draw import Draw
-from .matvec import WARPS, sizes
+from .matvec import sizes
 from .program import Program, Unsupported
 from .site import Outputs, Site
+
+TILE = 8  # rows of a chosen expert's weights that a warp takes
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class _Quantized(Site):
     bits: int = 4
     group_size: int = 64
 
-    seeds: ClassVar[int] = 8
+    seeds: ClassVar[int] = 3
     one_row: ClassVar[bool] = True
 
     def _gathered(self, x: mx.array, chosen: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
@@ -156,6 +158,20 @@ class _Quantized(Site):
         experts = 2 * self.top_k
         arrays = draw.quantized(experts * self.width, self.inputs_size, self.bits, self.group_size)
         return [array.reshape(experts, self.width, -1) for array in arrays]
+
+    def _sizes(self, backend: str) -> tuple[tuple[str, int | float], ...]:
+        """Constants of the kernel. Raises Unsupported, also where MLX takes another kernel than the one followed."""
+        if backend != "cuda":
+            raise Unsupported("MLX's own kernel is used on Metal")
+        if not 8 <= self.top_k <= 16:
+            raise Unsupported(f"{self.top_k} experts a token; the kernel is for 8 to 16")
+        if self.bits != 4:
+            raise Unsupported(f"{self.bits}-bit weights of experts; the kernel is for 4 bits")
+        columns = max(64, self.group_size)
+        if self.width % TILE or self.inputs_size % columns:
+            weights = f"{self.width} x {self.inputs_size} weights of experts"
+            raise Unsupported(f"{weights}; expected a multiple of {TILE} x one of {columns}")
+        return ("INPUTS", self.inputs_size), ("OUTPUTS", self.width), ("GROUP", self.group_size), ("TOP_K", self.top_k)
 
 
 @dataclass(frozen=True)
@@ -186,19 +202,19 @@ class GatedExperts(_Quantized):
         return x, self._chosen(draw), *self._weights(draw), *self._weights(draw)
 
     def program(self, backend: str) -> Program:
-        constants = sizes(backend, self.inputs_size, 2 * self.width, self.bits, self.group_size, glu=True)
         names = ("x", "k", "gw", "gs", "gb", "uw", "us", "ub", "y")
         return Program(
             backend,
             "quantized_experts",
-            headers=("gelu.h", "matvec_geglu.h", "matvec.h", "experts.h"),
-            constants=(*constants, ("ROWS", 2), ("UNROLLED", 4), ("BLOCK", 32 * WARPS)),
+            headers=("gelu.h", "experts_tile.h", "experts.h"),
+            constants=self._sizes(backend),
             inputs=names[:-1],
             outputs=names[-1:],
             arguments=names,
-            threads=32 * WARPS,
-            blocks=-(-self.width // WARPS),
+            threads=32 * 2,
+            blocks=self.width // TILE,
             lines=self.top_k,
+            shared=(("straightline::T", "both", 2 * TILE),),
         )
 
 
@@ -229,18 +245,16 @@ class SummedExperts(_Quantized):
         return x, self._chosen(draw), draw.normal(1, 1, self.top_k, scales=(0.2, 1.0)), *self._weights(draw)
 
     def program(self, backend: str) -> Program:
-        if self.top_k > 8:
-            raise Unsupported(f"{self.top_k} experts a token; the kernel is for up to 8")
-        constants = sizes(backend, self.inputs_size, self.width, self.bits, self.group_size, apart=True)
         names = ("x", "k", "g", "w", "s", "b", "y")
         return Program(
             backend,
             "quantized_experts_sum",
-            headers=("matvec.h", "experts_sum.h"),
-            constants=(*constants, ("ROWS", self.top_k), ("UNROLLED", 1), ("BLOCK", 32 * WARPS)),
+            headers=("experts_tile.h", "experts_sum.h"),
+            constants=self._sizes(backend),
             inputs=names[:-1],
             outputs=names[-1:],
             arguments=names,
-            threads=32 * WARPS,
-            blocks=-(-self.width // WARPS),
+            threads=32 * self.top_k,
+            blocks=self.width // TILE,
+            shared=(("straightline::T", "each", self.top_k * TILE),),
         )

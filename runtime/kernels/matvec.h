@@ -95,10 +95,7 @@ struct Chosen<false> {
 };
 using Sums = typename Chosen<BITS == 4>::Sums;
 
-// From one row's x to the next one's: 0 where they share it.
-CONSTANT int X_STEP = APART ? INPUTS / 8 : 0;
-
-// The rows of weights that a warp takes at once, and what each of them gives with its x.
+// The rows of weights that a warp takes at once, and what each of them gives with x.
 struct Rows {
   const uint2* packed[ROWS];
   const T *scale[ROWS], *bias[ROWS];
@@ -125,7 +122,7 @@ struct Rows {
     UNROLL
     for (int r = 0; r < ROWS; r++)
       sums[r].step(
-          values + r * X_STEP + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
+          values + step * (STEP / 8), __ldg(packed[r] + step * 32), scale[r][step * (STEP / GROUP)],
           bias[r][step * (STEP / GROUP)]);
   }
 };

@@ -133,9 +133,9 @@ class QuantizedPerLayerGate(Site):
 
 
 def sizes(
-    backend: str, inputs: int, outputs: int, bits: int, group_size: int, glu: bool = False, apart: bool = False
+    backend: str, inputs: int, outputs: int, bits: int, group_size: int, glu: bool = False
 ) -> tuple[tuple[str, int | float], ...]:
-    """Constants of every kernel over quantized weights. apart: each row has an x of its own. Raises Unsupported."""
+    """Constants of every kernel over quantized weights. Raises Unsupported."""
     if backend != "cuda":
         raise Unsupported("MLX's own kernel is used on Metal")
     if bits not in (4, 8) or group_size not in (32, 64, 128):
@@ -144,5 +144,5 @@ def sizes(
         raise Unsupported(f"{outputs} x {inputs} weights; expected whole groups, an even number")
     return (
         *(("INPUTS", inputs), ("OUTPUTS", outputs)),
-        *(("BITS", bits), ("GROUP", group_size), ("GLU", glu), ("APART", apart)),
+        *(("BITS", bits), ("GROUP", group_size), ("GLU", glu)),
     )

@@ -281,9 +281,8 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     if text.get("enable_moe_block"):
         yield Router(text["num_experts"], text["top_k_experts"])
         yield QuantizedRouter(hidden, text["num_experts"], text["top_k_experts"])
-        for bits in (4, 8):
-            yield GatedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"], bits)
-            yield SummedExperts(text["moe_intermediate_size"], hidden, text["top_k_experts"], bits)
+        yield GatedExperts(hidden, text["moe_intermediate_size"], text["top_k_experts"])
+        yield SummedExperts(text["moe_intermediate_size"], hidden, text["top_k_experts"])
     if size in ("12b", "26b"):
         yield QuantizedMatvec(hidden, 2 * widths(text)[0], bits=8, glu=True)
         yield QuantizedMatvec(widths(text)[0], hidden, bits=8)

@@ -85,7 +85,7 @@ def check(size: str, options: argparse.Namespace) -> Iterator[Row]:
     config, kv_config, file = subject(size, options)
     text = config.get("text_config", config)
     built, oracle = build(config, getattr(mx, options.dtype))
-    model = specialize(built, file, strict=True)
+    model = specialize(built, file, strict=True, kernels=options.kernels)
     print(
         f"\n== {size}: {len(oracle.layers)} layers, window {text['sliding_window']}, {size_in_gb(oracle):.2f} GB, "
         f"built in {time.perf_counter() - start:.1f} s; single tokens by "
@@ -138,6 +138,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="single tokens around the three wraps (default: 64)")
     parser.add_argument("--limit", type=float, default=60, help="seconds for each size; then the next (default: 60)")
     parser.add_argument("--tokens", type=int, default=32768, help="of the 12B's memory; 0: leave it out")
+    parser.add_argument(
+        "--kernels", action="store_true", help="with fused kernels, which take a minute to compile once"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--commit", help="what to call the commit where there is no git")
     parser.add_argument("--toy", action="store_true", help="small models (needs the codegen extra)")
