@@ -91,7 +91,7 @@ class FastAttention(Site):
 
     @property
     def cut(self) -> Cut:
-        """For one launch, whose blocks are few: enough of them first. As measured on an H200; docs/fast-tier.md."""
+        """For one launch, whose blocks are few: enough of them first. tests/gpu/fast_attention.py tries others."""
         heads = next(
             count
             for count in (4, 2, 1)
@@ -149,7 +149,7 @@ class FastAttention(Site):
         )
 
     def for_many_rows(self, backend: str) -> tuple[tuple[Program, Program], ...]:
-        """What to try in two launches, the faster first. As measured on an H200; docs/fast-tier.md."""
+        """What to try in two launches, the one that is thought to be faster first; see docs/fast-tier.md."""
         parts = self.in_parts(backend, self.long_cut)
         tensors = not self.bits and self.head_dim == 512 and 8 <= self.repeats <= 16
         return (self.in_tensors(backend), parts) if tensors else (parts,)
