@@ -213,6 +213,7 @@ def test_help_has_our_flags_before_mlx_lms(program: str, capsys: pytest.CaptureF
     assert stopped.value.code == 0
     ours, _, theirs = capsys.readouterr().out.partition(f"usage: straightline {program} ")
     assert "--kv-config FILE" in ours and "--kernels" in ours and "--draft-model" in theirs
+    assert ("--steps N" in ours and "--overlap" in ours) == (program == "generate")
 
 
 def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:

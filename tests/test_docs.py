@@ -82,6 +82,15 @@ def test_commands_and_flags_exist(path: Path) -> None:
         assert not set(re.findall(r"--[a-z][a-z-]*", rest)) - flags, rest
 
 
+def test_the_readme_has_every_command_and_document() -> None:
+    from straightline.runtime.cli import COMMANDS, PASSING_ON
+
+    text = README.read_text()
+    wanted = [f"`straightline {name} " for name in (*COMMANDS, *PASSING_ON)]
+    wanted += [f"](docs/{path.name})" for path in DOCS if path != README]
+    assert not [one for one in wanted if one not in text]
+
+
 def test_the_layer_that_is_followed_is_the_rendered_one() -> None:
     rendered = (ROOT / "generated" / "gemma4_12b.py").read_text()
     shown = fenced((ROOT / "docs" / "how-it-works.md").read_text(), "python")

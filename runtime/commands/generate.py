@@ -17,13 +17,15 @@ from .loader import specialized, split
 def run(arguments: list[str]) -> int:
     """At the end, standard error says which path served, how often and why."""
     own = argparse.ArgumentParser(prog="straightline generate", add_help=False, allow_abbrev=False)
-    own.add_argument("--steps", type=int)
-    own.add_argument("--overlap", action="store_true")
+    own.add_argument("--steps", type=int, metavar="N", help="tokens computed before one read (default: 8)")
+    own.add_argument(
+        "--overlap", action="store_true", help="hand tokens to the device in a second thread, where that can be"
+    )
     mine, others = own.parse_known_args(arguments)
     if mine.steps is not None and mine.steps < 1:
         raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
     options = {name: value for name, value in vars(mine).items() if value}
-    wishes, rest = split(others, "straightline generate")
+    wishes, rest = split(others, "straightline generate", [own])
     with specialized("mlx_lm.generate", wishes, rest) as program, _looped(program, options):
         program.main()
     return 0

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -30,10 +30,14 @@ class Wishes:
     draft_tokens: int
 
 
-def split(arguments: list[str], prog: str) -> tuple[Wishes, list[str]]:
-    """Our own flags taken out of the arguments; mlx-lm's read, and left in."""
+def split(arguments: list[str], prog: str, shown: Sequence[argparse.ArgumentParser] = ()) -> tuple[Wishes, list[str]]:
+    """Our own flags taken out of the arguments; mlx-lm's read, and left in.
+
+    shown: parsers of flags that one command has beside these, for `--help`; it has taken them out already.
+    """
     own = argparse.ArgumentParser(
         prog=prog,
+        parents=shown,
         add_help=False,
         allow_abbrev=False,
         usage=argparse.SUPPRESS,
