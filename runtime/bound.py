@@ -19,11 +19,11 @@ from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
-from .kernels import QKVRope, Site, resolve_all
+from .kernels import QKVRope, Site, resolve_all, sites_of
 from .kv.device import packing
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
-from .tier import States, fast_refused, fast_route, packed_caches, sites_of
+from .tier import States, fast_refused, fast_route, packed_caches
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating

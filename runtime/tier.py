@@ -5,7 +5,7 @@ are checked before; here only the attention is, on the model's own tokens, again
 """
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -33,11 +33,6 @@ States = dict[str, tuple[str, str]]
 def check_tier(tier: object) -> None:
     if tier not in TIERS:
         raise StraightlineError(f'tier is {tier!r}; expected "exact" (mlx-lm\'s bits) or "fast"')
-
-
-def sites_of(file: ModuleType) -> dict[str, Site]:
-    """The fused sites of a generated file, by the names that its `decode` calls them by."""
-    return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
 
 
 def fast_route(
@@ -129,8 +124,8 @@ def _over_caches(weights: Any, route: Any, sites: dict[str, Site], caches: list[
     ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
     if not evaluate(route.forward(weights, ids, caches, no_tap)):
         return "nothing can be compared inside mx.compile"
-    logits = [route.decode(weights, watch.calls, ids[:, step : step + 1], caches, no_tap) for step in range(STEPS)]
-    return watch.refused(logits)
+    tokens = (ids[:, step : step + 1] for step in range(STEPS))
+    return watch.refused([route.decode(weights.single, watch.calls, one, caches, no_tap) for one in tokens])
 
 
 def _in_place(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any], vocabulary: int) -> str:
@@ -141,7 +136,7 @@ def _in_place(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any
     for step in range(STEPS):
         token = mx.array([[step % vocabulary]])
         slots, compiled = lease.begin(route.in_place)
-        logits += [route.decode(weights, calls, token, slots, no_tap) for calls in (watch.calls, compiled)]
+        logits += [route.decode(weights.single, calls, token, slots, no_tap) for calls in (watch.calls, compiled)]
         lease.end(logits[-1])
         if not mx.array_equal(*logits[-2:]).item():
             return f"compiled layers give other logits at step {step}"

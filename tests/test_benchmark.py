@@ -12,21 +12,22 @@ from comparing import file_of
 from mlx.utils import tree_flatten
 
 from straightline.codegen.kv import uniform_kv_config
+from straightline.runtime.arrays import same_bits
 from straightline.runtime.benchmark import generation, race
 from straightline.runtime.benchmark.calls import Blocks, Parts, Prompt, ids
 from straightline.runtime.benchmark.cells import Cell, grid, suite, suite_taps
 from straightline.runtime.benchmark.chart import chart
 from straightline.runtime.benchmark.generation import Generation
-from straightline.runtime.benchmark.measures import Spread, bandwidth, count_primitives, same_bytes, spread
+from straightline.runtime.benchmark.measures import Spread, alive, bandwidth, count_primitives, spread
 from straightline.runtime.benchmark.models import Pair, Wish, pair_of
 from straightline.runtime.benchmark.race import Bench, Plan
 from straightline.runtime.benchmark.report import head, lines
 from straightline.runtime.benchmark.rows import Row
-from straightline.runtime.benchmark.sides import Side, copied, fill, sides
+from straightline.runtime.benchmark.sides import Side, fill, sides, with_own_arrays
 from straightline.runtime.benchmark.traffic import kv_read, weights_read
 from straightline.runtime.kv import make_cache
 from straightline.runtime.verification.control import spoil
-from straightline.runtime.verification.proof import _render
+from straightline.runtime.verification.proof import render_reduced
 from straightline.runtime.verification.random_model import build
 
 PLAIN = Wish(None, None, False, "exact")
@@ -43,7 +44,7 @@ CELLS = [
 
 def toy_pair(config: dict[str, Any], bits: str = "4", kv_config: list[dict[str, int]] | None = None) -> Pair:
     model, oracle = build(config, mx.float32, bits=bits)
-    file = _render(config, kv_config) if kv_config else file_of(config)
+    file = render_reduced(config, kv_config) if kv_config else file_of(config)
     return pair_of(model, oracle, file, kv_config, PLAIN, {})
 
 
@@ -177,21 +178,21 @@ def test_copies_are_equal_and_apart(dense: Pair) -> None:
     fill(side, ids(1, 11, 97), caches)
     caches[0].keys[..., 0, 0] = -0.0
     before = [mx.array(cache.keys) for cache in caches]
-    copies = copied(caches)
-    assert all(same_bytes(copy.keys, keys) for copy, keys in zip(copies, before, strict=True))
+    copies = with_own_arrays(caches)
+    assert all(same_bits(copy.keys, keys) for copy, keys in zip(copies, before, strict=True))
     side.call(ids(1, 1, 97), copies, None)
     mx.eval([cache.state for cache in copies])
     assert [cache.offset for cache in caches] == [11] * 6 and copies[0].offset == 12
-    assert all(same_bytes(cache.keys, keys) for cache, keys in zip(caches, before, strict=True))
+    assert all(same_bits(cache.keys, keys) for cache, keys in zip(caches, before, strict=True))
 
 
 def test_parts_of_quantized_caches_are_copied() -> None:
     pair = toy_pair(toys.E6, kv_config=uniform_kv_config(toy_pair(toys.E6).spec, 8))
     caches = make_cache(pair.oracle, pair.kv_config)
     fill(sides(pair)[1], ids(1, 11, 97), caches)
-    for cache, copy in zip(caches, copied(caches), strict=True):
+    for cache, copy in zip(caches, with_own_arrays(caches), strict=True):
         for part, twin in zip(cache.parts, copy.parts, strict=True):
-            assert part.keys is not twin.keys and same_bytes(part.keys, twin.keys)
+            assert part.keys is not twin.keys and same_bits(part.keys, twin.keys)
 
 
 # Races
@@ -330,7 +331,7 @@ def test_peaks_are_those_of_a_side_alone(dense: Pair) -> None:
         caches = side.caches()
         found._let_go()
         fill(side, ids(4, 300, 97), caches)
-        before = race._alive()
+        before = alive()
         kept = sum(cache.nbytes for cache in caches)
         alone = Blocks(cell, 97, {side.name: caches}).peak(side) - kept
         assert row.peak is not None and before > kept > 100_000
@@ -384,9 +385,9 @@ def test_primitives_of_a_graph() -> None:
 
 def test_bytes_are_compared_and_not_numbers() -> None:
     nothing = mx.array([float("nan"), 0.0])
-    assert same_bytes(nothing, mx.array([float("nan"), 0.0]))
-    assert not same_bytes(nothing, mx.array([float("nan"), -0.0]))
-    assert not same_bytes(nothing, nothing.astype(mx.float16)) and not same_bytes(nothing, nothing[None])
+    assert same_bits(nothing, mx.array([float("nan"), 0.0]))
+    assert not same_bits(nothing, mx.array([float("nan"), -0.0]))
+    assert not same_bits(nothing, nothing.astype(mx.float16)) and not same_bits(nothing, nothing[None])
 
 
 def test_bandwidth_is_that_of_a_memory() -> None:

@@ -26,7 +26,7 @@ from straightline.codegen import generate
 from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
 from straightline.runtime.in_place import InPlace, lease_of
-from straightline.runtime.kernels import Attention, FastAttention, QKVRopeInto, fast_resolve, memory
+from straightline.runtime.kernels import Attention, FastAttention, QKVRopeInto, fast_resolve, memory, sites_of
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.fast import CLUSTER, MERGED, Cut
 from straightline.runtime.kernels.fast_check import BOUND, Errors, distance, errors, reference
@@ -35,7 +35,7 @@ from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
 from straightline.runtime.packed import PackedRows
-from straightline.runtime.tier import fast_refused, fast_route, packed_caches, sites_of
+from straightline.runtime.tier import fast_refused, fast_route, packed_caches
 from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 

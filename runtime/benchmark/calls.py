@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..taps import HiddenTap
 from .cells import Cell
 from .measures import count_primitives
-from .sides import Side, blamed, copied, read_prompt
+from .sides import Side, blamed, read_prompt, with_own_arrays
 
 WARM_UP = 2
 WARM_UP_ALONE = 8  # single tokens: straightline settles on a cache after a few of them
@@ -41,7 +41,7 @@ class Blocks:
 
     def walk(self, sides: list[Side], steps: int) -> Iterator[dict[str, Named]]:
         """The outputs of all sides, for the greedy tokens of the first one."""
-        caches = {side.name: copied(self.filled[side.name]) for side in sides}
+        caches = {side.name: with_own_arrays(self.filled[side.name]) for side in sides}
         block = self.first
         for _ in range(steps):
             found = {}
@@ -94,7 +94,7 @@ class Blocks:
 
     def _warm(self, side: Side) -> tuple[mx.array, list[Any]]:
         """Caches that some calls have gone through, and the block to go on with."""
-        block, caches = self.first, copied(self.filled[side.name])
+        block, caches = self.first, with_own_arrays(self.filled[side.name])
         for _ in range(WARM_UP_ALONE if self.ahead else WARM_UP):
             outputs = self._outputs(side, block, caches)
             block = greedy(outputs["logits"])

@@ -1,6 +1,5 @@
 """The two models of a benchmark over the same arrays: mlx-lm's own, and the specialized one."""
 
-import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,17 @@ import mlx.core as mx
 from ...codegen.config import read_arguments, read_json
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
+from ..arrays import dtype_name
 from ..commands.subject import Subject, published, published_kv_config, read_folder
 from ..decode_check import on_gpu
 from ..errors import StraightlineError
 from ..kernels.states import SiteState, running
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
-from ..verification.proof import _render
+from ..verification.proof import render_reduced
 from ..verification.random_model import build, size_in_gb
 from ..verification.smaller import reduced
+from .measures import alive
 
 AUTO = "auto"
 
@@ -71,7 +72,7 @@ def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
     dtype = mx.float32 if reduce and not on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
     config = reduced(subject.config) if reduce else subject.config
     kv_config = _kv_config(subject, wish)
-    file = _render(config, kv_config) if reduce else None
+    file = render_reduced(config, kv_config) if reduce else None
     model, oracle = build(config, dtype, bits=bits)
     widths = ", reduced to toy widths" if reduce else ""
     facts = {"model": f"{name}{widths}, random weights of {bits} bits"}
@@ -87,7 +88,7 @@ def pair_of(
     facts: dict[str, str],
 ) -> Pair:
     oracle.update(model.parameters())
-    before = _held()
+    before = alive()
     started = time.perf_counter()
     specialized = specialize(model, file, strict=True, kernels=wish.kernels, tier=wish.tier)
     seconds = time.perf_counter() - started
@@ -96,7 +97,7 @@ def pair_of(
     spec = read_arguments(text_model(oracle).args)
     dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
     facts |= {
-        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
+        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {dtype_name(dtype)}, "
         f"{size_in_gb(oracle):.2f} GB",
         "specialize": f"{seconds:.1f} s",
         "one token": specialized.dispatch.decode_reason or "by decode",
@@ -106,20 +107,12 @@ def pair_of(
     if kv_config is not None:
         facts["K/V"] = _words(kv_config)
         spec = spec.with_kv(read_kv_config(kv_config, spec))
-    return Pair(oracle, specialized, spec, kv_config, max(0, _held() - before), running(specialized), facts)
+    return Pair(oracle, specialized, spec, kv_config, max(0, alive() - before), running(specialized), facts)
 
 
 def _tier(tier: str, sites: dict[str, tuple[str, str]]) -> str:
     """With where it runs, and what was measured there or why it does not."""
     return "; ".join([tier, *(f"{name} {state}: {reason}" for name, (state, reason) in sites.items())])
-
-
-def _held() -> int:
-    """Bytes of arrays that are alive, nothing of them garbage."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
 
 
 def _kv_config(subject: Subject, wish: Wish) -> list[dict[str, int]] | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..arrays import same_bits
 from .calls import Blocks, Parts, Prompt, ids
 from .cells import Cell
 from .generation import Generation
-from .measures import same_bytes, spread
+from .measures import alive, spread
 from .models import Pair
 from .rows import Row
 from .sides import CONTROL, MLX_LM, Side, blamed, fill
@@ -139,14 +140,14 @@ class Bench:
     def _blocks(self, cell: Cell) -> Blocks:
         if self._filled_for != (cell.context, cell.batch):
             self._let_go()
-            before = _alive()
+            before = alive()
             prompt = ids(cell.batch, cell.context, self.pair.spec.vocab_size)
             for side in self.sides:
                 with blamed(side):
                     caches = side.caches()
                     fill(side, prompt, caches)
                     self.filled[side.name] = caches
-            self.held = _alive() - before
+            self.held = alive() - before
             self._filled_for = (cell.context, cell.batch)
         return Blocks(cell, self.pair.spec.vocab_size, self.filled)
 
@@ -163,16 +164,9 @@ def _timed(calls: Calls, side: Side, steps: int) -> float:
 
 def _departure(expected: dict[str, mx.array], found: dict[str, mx.array], step: int) -> str:
     """The first output whose bytes differ: "step 3: tap 17"."""
-    different = (name for name in expected if name not in found or not same_bytes(found[name], expected[name]))
+    different = (name for name in expected if name not in found or not same_bits(found[name], expected[name]))
     name = next(different, "")
     return f"step {step}: {name}" if name else ""
-
-
-def _alive() -> int:
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
 
 
 def _first_line(error: Exception) -> str:

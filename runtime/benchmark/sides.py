@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from .. import decoding
+from ..arrays import copied
 from ..kv import make_cache, with_stand_ins
 from ..model import text_model
 from ..monolith import call_text_model
@@ -140,23 +141,16 @@ def fill(side: Side, ids: mx.array, caches: list[Any], tap: HiddenTap | None = N
         mx.eval(states(caches), _kept(tap))
 
 
-def copied(caches: list[Any]) -> list[Any]:
-    """The same caches with arrays of their own: a side may write into its caches in place."""
+def with_own_arrays(caches: list[Any]) -> list[Any]:
+    """Copies: a side may write into its caches in place."""
     copies = copy.deepcopy(caches)
     for cache in copies:
         for part in [cache, *getattr(cache, "parts", [])]:
             for name, value in vars(part).items():
                 if isinstance(value, mx.array):
-                    setattr(part, name, _own(value))
+                    setattr(part, name, copied(value))
     mx.eval(states(copies))
     return copies
-
-
-def _own(array: mx.array) -> mx.array:
-    """The same bits in new memory."""
-    bits: mx.array = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]) + 0
-    own: mx.array = bits.view(array.dtype)
-    return own
 
 
 def states(caches: list[Any]) -> list[Any]:

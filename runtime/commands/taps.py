@@ -90,12 +90,13 @@ def _layout(model: Any, layers: tuple[int, ...]) -> Layout:
     """Shape and dtype of a row, from a forward that is built and never evaluated. Refuses unknown layers."""
     import mlx.core as mx
 
+    from ..arrays import dtype_name
     from ..taps import HiddenTap
 
     tap = HiddenTap(layers)
     model(mx.zeros((1, 1), mx.int32), tap=tap)
     row = tap.captured[layers[0]]
-    dtype = str(row.dtype).rpartition(".")[2]
+    dtype = dtype_name(row.dtype)
     if dtype not in DTYPES:
         raise StraightlineError(f"the model's hidden states are {dtype}; expected one of {', '.join(DTYPES)}")
     return Layout(layers, row.shape[-1], DTYPES[dtype], row.dtype.size)

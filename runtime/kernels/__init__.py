@@ -13,7 +13,7 @@ from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved_states
 from .rope import QKVRope
-from .site import Call, Site
+from .site import Call, Site, sites_of
 
 __all__ = [
     "Attention",
@@ -37,4 +37,5 @@ __all__ = [
     "resolve",
     "resolve_all",
     "resolved_states",
+    "sites_of",
 ]

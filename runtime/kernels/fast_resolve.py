@@ -8,13 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..arrays import dtype_name
 from .ahead import Ahead
 from .attention import Attention
 from .backends import Backend, detect
 from .fast import FastAttention
 from .fast_check import BOUND, errors
 from .fast_launch import by_length, clustered, parted
-from .memory import MLX, Finding, checking, key, recall, remember
+from .memory import MLX, Finding, checking, key, recall, remember, settled
 from .program import Program, Unsupported
 from .resolve import DTYPE, first_lines
 from .site import Call, Site
@@ -67,7 +68,7 @@ def _choose(site: FastAttention, dtype: mx.Dtype, backend: Backend) -> Fast:
     if backend.reason:
         return Fast(None, backend.reason)
     if dtype != DTYPE:
-        return Fast(None, f"{str(dtype).rpartition('.')[2]}: the fast attention is for bfloat16")
+        return Fast(None, f"{dtype_name(dtype)}: the fast attention is for bfloat16")
     try:
         one, for_many = site.in_cluster(backend.name, site.cut), site.for_many_rows(backend.name)
     except Unsupported as error:
@@ -91,13 +92,10 @@ def _checked(
     """By what is remembered, or by a self-check that is remembered, as the exact sites."""
     name = key(backend, programs[0], (site, *(program.digest for program in programs)))
     about = {"site": repr(site), "device": backend.device, "backend": backend.name, "mlx": MLX}
-    known = recall(name)
-    deaths = 0
-    if known is not None and known.state == "checking":
-        deaths = known.deaths + known.died
-        known = Finding("plain", "two processes died while they checked it") if deaths > 1 else None
-    if known is not None and known.state == "plain":
+    known, deaths = settled(recall(name))
+    if known is not None and deaths:
         remember(name, known, about)
+    if known is not None and known.state == "plain":
         return None, known.reason
     if known is None:
         remember(name, checking(deaths), about)

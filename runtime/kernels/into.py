@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ..arrays import copied
 from .draw import Draw
 from .program import Program, Unsupported
 from .rope import QKVRope
@@ -70,7 +71,6 @@ class QKVRopeInto(Site):
 
 def private(array: mx.array) -> mx.array:
     """A copy of the bits that shares no memory with anything. Evaluated."""
-    unsigned = {2: mx.uint16, 4: mx.uint32}[array.dtype.size]
-    copy: mx.array = mx.bitwise_or(array.view(unsigned), mx.array(0, dtype=unsigned)).view(array.dtype)
+    copy = copied(array)
     mx.eval(copy)
     return copy

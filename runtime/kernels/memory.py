@@ -64,6 +64,15 @@ def recall(key: str) -> Finding | None:
     return _parse(_read().get(key))
 
 
+def settled(finding: Finding | None) -> tuple[Finding | None, int]:
+    """What a finding comes to, None for a check that was not finished; and how many processes died in that check."""
+    if finding is None or finding.state != "checking":
+        return finding, 0
+    # One death may have been the user's impatience.
+    deaths = finding.deaths + finding.died
+    return (Finding("plain", "two processes died while they checked it") if deaths > 1 else None), deaths
+
+
 def remember(key: str, finding: Finding | None, about: dict[str, str]) -> None:
     """Adds or replaces one finding; None takes it out. `about` is for whoever reads the file.
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..arrays import dtype_name
 from .ahead import Ahead, Laid
 from .backends import Backend, detect
 from .launch import launcher
-from .memory import MLX, Finding, checking, key, recall, remember
+from .memory import MLX, Finding, checking, key, recall, remember, settled
 from .program import Program, Unsupported
 from .selfcheck import SEVERAL_ROWS, compare
 from .site import Call, Site
@@ -98,7 +99,7 @@ def _resolve(wanted: _Key) -> Resolved:
 def _choose(site: Site, dtype: mx.Dtype, backend: Backend, kernels: bool) -> Resolved:
     reason = backend.reason
     if not reason and dtype != DTYPE:
-        reason = f"{_short(dtype)}: kernels are for bfloat16"
+        reason = f"{dtype_name(dtype)}: kernels are for bfloat16"
     if reason:
         return Resolved(site.plain, "plain", reason)
     form = site.form(backend.name)
@@ -128,14 +129,9 @@ def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) ->
     """By what is remembered, or by a self-check that is remembered."""
     name = key(backend, program, site)
     about = {"site": repr(site), "device": backend.device, "backend": backend.name, "mlx": MLX}
-    known = recall(name)
-    deaths = 0
-    if known is not None and known.state == "checking":
-        # One death may have been the user's impatience.
-        deaths = known.deaths + known.died
-        known = Finding("plain", "two processes died while they checked it") if deaths > 1 else None
-        if known is not None:
-            remember(name, known, about)
+    known, deaths = settled(recall(name))
+    if known is not None and deaths:
+        remember(name, known, about)
     if known is not None and known.state == "plain":
         return Resolved(site.plain, "plain", f"{known.reason} (found earlier)")
     if known is None:
@@ -201,7 +197,3 @@ def first_lines(error: Exception, count: int = 3) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     chosen = [line for line in lines if "error" in line.lower()] or lines
     return " | ".join(chosen[:count])[:600]
-
-
-def _short(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]

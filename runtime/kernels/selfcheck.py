@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..arrays import bits
 from .site import Call, Site
 
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 SEVERAL_ROWS = 3
 
 
@@ -43,8 +43,7 @@ def compare(site: Site, call: Call, dtype: mx.Dtype, seeds: int, rows: int = 1) 
 
 def different(a: mx.array, b: mx.array) -> mx.array:
     """How many values are not the same bytes."""
-    unsigned = UNSIGNED[a.dtype.size]
-    return (a.view(unsigned) != b.view(unsigned)).sum()
+    return (bits(a) != bits(b)).sum()
 
 
 def _listed(outputs: Any) -> list[mx.array]:

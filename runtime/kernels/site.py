@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -58,3 +59,8 @@ class Site(ABC):
     def spread(self, inputs: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
         """The kernel's inputs for several rows, from the site's."""
         return inputs
+
+
+def sites_of(file: ModuleType) -> dict[str, Site]:
+    """The fused sites of a generated file, by the names that its `decode` calls them by."""
+    return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}

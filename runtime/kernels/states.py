@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..arrays import dtype_name
 from .backends import Backend, detect
-from .memory import key, recall
+from .memory import key, recall, settled
 from .program import Unsupported
 from .resolve import DTYPE, report
-from .site import Site
+from .site import Site, sites_of
 
 
 @dataclass(frozen=True)
@@ -30,27 +31,26 @@ class SiteState:
 def running(model: Any) -> tuple[SiteState, ...]:
     """Each site of a specialized model as it was chosen in this process, then its quantized products by their slot."""
     chosen, bound = report(), model._bound
-    pairs = (*sites_of(bound.files), *bound.products) if bound.routes else ()
+    pairs = (*_named(bound.files), *bound.products) if bound.routes else ()
     return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in pairs if site in chosen)
 
 
 def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:
     """Each site of these files as it would run with kernels. Compiles and computes nothing."""
     backend = detect()
-    return tuple(SiteState(name, repr(site), *_expected(site, dtype, backend)) for name, site in sites_of(files))
+    return tuple(SiteState(name, repr(site), *_expected(site, dtype, backend)) for name, site in _named(files))
 
 
-def sites_of(files: Iterable[ModuleType]) -> tuple[tuple[str, Site], ...]:
+def _named(files: Iterable[ModuleType]) -> tuple[tuple[str, Site], ...]:
     """Name and site, in the order of the files, each pair once."""
-    pairs = ((name.lower(), site) for file in files for name, site in vars(file).items() if isinstance(site, Site))
-    return tuple(dict.fromkeys(pairs))
+    return tuple(dict.fromkeys(pair for file in files for pair in sites_of(file).items()))
 
 
 def _expected(site: Site, dtype: mx.Dtype, backend: Backend) -> tuple[str, str]:
     if not backend.name:
         return "plain", backend.reason
     if dtype != DTYPE:
-        return "plain", f"{str(dtype).rpartition('.')[2]}: kernels are for bfloat16"
+        return "plain", f"{dtype_name(dtype)}: kernels are for bfloat16"
     if site.form(backend.name) is not None:
         return "written out", "if it is exact, which every load checks"
     try:
@@ -59,11 +59,7 @@ def _expected(site: Site, dtype: mx.Dtype, backend: Backend) -> tuple[str, str]:
         return "plain", str(error)
     if found is None:
         return "not checked yet", ""
-    if found.state != "checking":
-        return ("kernel" if found.state == "kernel" else "off"), found.reason
-    if not found.died:
-        return "not checked yet", "another process is checking it"
-    deaths = found.deaths + 1
-    return (
-        ("off", "two processes died while they checked it") if deaths > 1 else ("not checked yet", "one process died")
-    )
+    known, _ = settled(found)
+    if known is None:
+        return "not checked yet", "one process died" if found.died else "another process is checking it"
+    return ("kernel" if known.state == "kernel" else "off"), known.reason

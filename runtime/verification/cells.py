@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 
+from ..arrays import same_bits
 from ..taps import HiddenTap
 from .control import control
 from .proof import Proof
-from .walks import Row, Walk, more_walks, raw, run_walk, walks
+from .walks import Row, Walk, more_walks, run_walk, walks
 
 BESIDE_WALKS = 3  # taps, one position, control
 
@@ -42,13 +42,9 @@ def _taps(proof: Proof, seed: int, cell: str, position: int | None) -> Row:
     expected = proof.oracle(ids)
     logits = proof.model(ids, tap=some)
     proof.model.monolith(ids, tap=every)
-    departs = "" if _equal(expected, logits) else "logits of the tapped forward"
+    departs = "" if same_bits(expected, logits) else "logits of the tapped forward"
     for index, rows in every.captured.items():
         wanted = rows if position is None else rows[:, ids.shape[1] + position :][:, :1]
-        if not departs and not _equal(wanted, some.captured[index]):
+        if not departs and not same_bits(wanted, some.captured[index]):
             departs = f"tap {index}"
     return Row(cell, departs, time.perf_counter() - start)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and bool(mx.all(raw(one) == raw(other)).item())

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .walks import Row, Walk, raw, run_walk
+from ..arrays import bits
+from .walks import Row, Walk, run_walk
 
 
 def control(oracle: Any, model: Any, vocab: int) -> Row:
@@ -16,6 +17,6 @@ def control(oracle: Any, model: Any, vocab: int) -> Row:
 
 def spoil(model: Any) -> None:
     weights = model._bound.weights
-    spoiled = raw(weights.layers[-1].layer_scalar) + 1
+    spoiled = bits(weights.layers[-1].layer_scalar) + 1
     for each in (weights, weights.single):  # forward's and decode's
         each.layers[-1].layer_scalar = spoiled.view(each.layers[-1].layer_scalar.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...codegen.config import read_arguments
+from ..arrays import dtype_name
 from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..errors import StraightlineError
 from ..loading import find_folder, load_model
@@ -61,8 +62,8 @@ def from_random(name: str, reduce: bool | None, layers: int | None, dtype: str |
     config = cut(subject.config, layers, None, None)
     config = reduced(config) if reduce else config
     kv_config = None if layers else _kv_config(subject)
-    file = _render(config, None)
-    quantized_file = _render(config, kv_config) if kv_config else None
+    file = render_reduced(config, None)
+    quantized_file = render_reduced(config, kv_config) if kv_config else None
     model, oracle = build(config, getattr(mx, dtype), seed)
     facts = {"model": f"{name}, {_what_was_cut(reduce, layers)}, random weights"}
     # One bound model takes one rendered file; the second is over the same arrays.
@@ -98,7 +99,7 @@ def _proof(
     named = ", ".join(f"{file.__name__.rpartition('.')[2]} ({file.FINGERPRINT})" for file in files)
     facts = facts | {"fingerprint": spec.architecture, "files": named} | _decoding(model)
     facts |= {
-        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {str(dtype).rpartition('.')[2]}, "
+        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {dtype_name(dtype)}, "
         f"{size_in_gb(oracle):.2f} GB",
     }
     window = spec.sliding_window or 64
@@ -121,7 +122,7 @@ def _kv_config(subject: Subject) -> list[dict[str, int]] | None:
     return found[1] if found else None
 
 
-def _render(config: dict[str, Any], kv_config: list[dict[str, int]] | None) -> ModuleType:
+def render_reduced(config: dict[str, Any], kv_config: list[dict[str, int]] | None) -> ModuleType:
     missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
     if missing:
         raise StraightlineError(

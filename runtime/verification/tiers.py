@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils
 
-from ..kernels import Attention, Call, FastAttention
+from ..kernels import Attention, Call, FastAttention, sites_of
 from ..kernels.fast_check import BOUND, error_of, reference
 from ..model import specialize
 from ..taps import no_tap
-from ..tier import TIERS, sites_of
+from ..tier import TIERS
 
 LONGEST = 300
 KL_FACTOR = 2.0  # of the exact tier's mean; random weights make it a noisy figure
@@ -118,7 +118,7 @@ class Measured:
                 errors = self.sites.setdefault(name, SiteErrors(name, [], []))
                 calls[name] = _watched(site, calls[name], getattr(other.sites, name), errors)
         sites = SimpleNamespace(**calls)
-        return lambda token, cache: route.decode(bound.weights, sites, token, cache, no_tap)
+        return lambda token, cache: route.decode(bound.weights.single, sites, token, cache, no_tap)
 
     def refused(self) -> str:
         """Why the fast tier is outside its bound; empty if it is not."""

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
+from ..arrays import bits
 from ..kv import make_cache, with_stand_ins
 from ..taps import HiddenTap
 
@@ -179,12 +180,12 @@ def first_departure(
     for name, one, other in pairs:
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{name} is {other.dtype} {list(other.shape)}, not {one.dtype} {list(one.shape)}"
-    unequal: Any = mx.stack([mx.any(raw(one) != raw(other)) for _, one, other in pairs]).tolist()
+    unequal: Any = mx.stack([mx.any(bits(one) != bits(other)) for _, one, other in pairs]).tolist()
     found = [pair for pair, differs in zip(pairs, unequal, strict=True) if differs]
     if not found:
         return ""
     name, one, other = found[0]
-    where = (raw(one) != raw(other)).flatten()
+    where = (bits(one) != bits(other)).flatten()
     first = mx.argmax(where).item()
     return (
         f"{name} at flat index {first} ({mx.sum(where).item()} of {one.size} values); "
@@ -202,11 +203,6 @@ def attributes(cache: Any) -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-def raw(value: mx.array) -> mx.array:
-    """The bytes of an array as integers, so that a NaN equals itself and -0.0 differs from 0.0."""
-    return value.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[value.dtype.size])
 
 
 def degenerate(logits: mx.array) -> str:

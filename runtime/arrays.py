@@ -1,0 +1,28 @@
+"""Arrays as the bits that they are, so that a NaN equals itself and -0.0 differs from 0.0; and the name of a dtype."""
+
+import mlx.core as mx
+
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+def bits(array: mx.array) -> mx.array:
+    """Unsigned integers of the same size, over the same memory."""
+    return array.view(UNSIGNED[array.dtype.size])
+
+
+def same_bits(found: mx.array, expected: mx.array) -> bool:
+    """Shape and dtype, too."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool(mx.array_equal(bits(found), bits(expected)).item())
+
+
+def copied(array: mx.array) -> mx.array:
+    """An array that shares no memory with anything, once it is evaluated."""
+    copy: mx.array = (bits(array) | 0).view(array.dtype)
+    return copy
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """ "bfloat16", without the module that it is of."""
+    return str(dtype).rpartition(".")[2]
