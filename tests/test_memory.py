@@ -25,6 +25,7 @@ SLIDING_ONLY = toys.config(layer_types=[toys.SLIDING] * 2, num_hidden_layers=2)
 def settled() -> int:
     """Active memory, with nothing waiting to be freed."""
     gc.collect()
+    mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()
 
