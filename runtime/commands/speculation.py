@@ -1,8 +1,8 @@
 """mlx_lm.server with a draft model: caches that it can split between both models, and keep for the next request.
 
 Of mlx-lm 0.32.2, three things go wrong there. It gives the target the first len(layers) caches, but layers that share
-K/V have none; it keeps caches under more tokens than they have seen; it takes back more tokens than rings can give. With and without
-one, it ends at a prompt that its kept caches have seen as a whole.
+K/V have none; it keeps caches under more tokens than they have seen; it takes back more tokens than rings can give. And
+with or without a draft model, it ends at a prompt that its kept caches have seen as a whole.
 """
 
 from typing import Any
