@@ -246,6 +246,19 @@ def test_a_server_with_a_draft_model_gives_plain_greedy_text(
     assert len(reports) == 2 and all(line.endswith(", 0 by mlx-lm's code") for line in reports), reports
 
 
+def test_prompts_that_end_mlx_lms_server(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without tokens, and one that is all of an earlier one but the last token: below the window and past it."""
+    prompts = ["short", "shor", PROMPT[1], PROMPT[1][:-1]]
+    with server("--model", str(folders / "shared")) as ask:
+        with pytest.raises(AssertionError, match="the prompt has no tokens; expected one or more"):
+            ask("", 4)
+        found = [ask(prompt, 8) for prompt in prompts]
+        assert ask.stop()
+    assert found == [plain_text(folders / "shared", prompt, 8, capsys, monkeypatch) for prompt in prompts]
+
+
 def test_a_request_may_name_a_draft_model_and_any_number_of_its_tokens(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,13 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 from straightline.runtime import StraightlineError, make_cache, specialize
-from straightline.runtime.kv import QuantizedGrowingCache, QuantizedRingCache, RotatingKVCache, SlidingRollbackCache
+from straightline.runtime.kv import (
+    KVCache,
+    QuantizedGrowingCache,
+    QuantizedRingCache,
+    RotatingKVCache,
+    SlidingRollbackCache,
+)
 
 WINDOW = 8
 CPU = mx.default_stream(mx.cpu)
@@ -145,6 +151,11 @@ def test_refused_before_the_first_token(model: Any) -> None:
         QuantizedRingCache(4, 32, 8).merge([QuantizedRingCache(4, 32, 8), RotatingKVCache(8)])
     with pytest.raises(StraightlineError, match="cannot hold a SlidingRollbackCache: make all"):
         RotatingKVCache(8).merge([RotatingKVCache(8), SlidingRollbackCache(8)])
+    filled = KVCache()
+    filled.update_and_fetch(*random_rows(np.random.default_rng(0), 3))
+    for growing in (KVCache(), filled):
+        with pytest.raises(StraightlineError, match="a batch of KVCache cannot hold a QuantizedGrowingCache: make all"):
+            growing.merge([growing, QuantizedGrowingCache(4, 32)])
     batch = QuantizedRingCache(4, 32, 8).merge([QuantizedRingCache(4, 32, 8)])
     with pytest.raises(StraightlineError, match="a batch of BatchQuantizedRingCache cannot hold"):
         batch.extend(QuantizedGrowingCache(4, 32).merge([QuantizedGrowingCache(4, 32)]))

@@ -332,6 +332,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"logits_processors": [1.1]},
         "logits_processors is [1.1]; expected a list of functions of tokens and logits",
     ),
+    "one processor": (
+        [1],
+        {"logits_processors": 3},
+        "logits_processors is 3; expected a list of functions of tokens and logits",
+    ),
+    "tuple of caches": ([1], {"prompt_cache": ()}, "prompt_cache is a tuple; expected a list of caches, or None"),
+    "callback": (
+        [1],
+        {"prompt_progress_callback": 3},
+        "prompt_progress_callback is 3; expected a function of two numbers of tokens",
+    ),
+    "bits": (
+        [1],
+        {"kv_bits": 5},
+        "kv_bits is 5 and kv_group_size 64; expected one of 2, 3, 4, 6, 8 bits in groups of 32, 64, 128",
+    ),
 }
 
 

@@ -119,6 +119,45 @@ def test_a_prompt_cache_of_a_file(
     assert capsys.readouterr().out == expected
 
 
+@pytest.fixture
+def prompt_file(folders: Path, tmp_path: Path) -> list[str]:
+    """Flags for a prompt cache of the small model with shared K/V, as mlx_lm.cache_prompt saves it."""
+    import mlx_lm
+
+    where = str(folders / "shared")
+    model, tokenizer = mlx_lm.load(where)
+    caches = make_prompt_cache(model)
+    model(mx.array([tokenizer.encode("What came before.")]), cache=caches)
+    file = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(file, caches, {"model": where, "tokenizer_config": "{}"})
+    return ["generate", "--model", where, *PROMPT, "--verbose", "False", "--prompt-cache-file", file]
+
+
+def test_a_prompt_cache_of_a_file_is_quantized(
+    folders: Path, prompt_file: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mlx-lm's own ring, which its file names, raises there."""
+    bits = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"]
+    assert main([*prompt_file, *bits]) == 0
+    found = capsys.readouterr().out.strip()
+    model, tokenizer = load(folders / "shared")
+    caches = model.make_cache()
+    model(mx.array([tokenizer.encode("What came before.")]), cache=caches)
+    how: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    answers = decoding.stream(model, tokenizer, PROMPT[1], int(PROMPT[3]), prompt_cache=caches, **how)
+    assert found == "".join(one.text for one in answers).strip()
+    assert {type(one).__name__ for one in caches} == {"QuantizedRingCache", "QuantizedGrowingCache"}
+
+
+@pytest.mark.parametrize("flag", ["--draft-model", "--kv-config"])
+def test_what_the_caches_of_a_file_cannot_do(
+    flag: str, folders: Path, prompt_file: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Full rings of mlx-lm go on with wrong rows when a draft is taken back, and it would not say so."""
+    assert main([*prompt_file, flag, str(folders / "dense") if flag == "--draft-model" else "auto"]) == 1
+    assert f"error: {flag} and --prompt-cache-file are both given" in capsys.readouterr().err
+
+
 def test_a_draft_model_has_mlx_lms_loop(
     folders: Path, used: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

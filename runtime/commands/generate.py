@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StraightlineError
-from .loader import specialized, split
+from .loader import Wishes, specialized, split
 
 
 def run(arguments: list[str]) -> int:
@@ -26,20 +26,48 @@ def run(arguments: list[str]) -> int:
         raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
     options = {name: value for name, value in vars(mine).items() if value}
     wishes, rest = split(others, "straightline generate", [own])
-    with specialized("mlx_lm.generate", wishes, rest) as program, _looped(program, options):
+    with specialized("mlx_lm.generate", wishes, rest) as program, _replaced(program, options, wishes):
         program.main()
     return 0
 
 
 @contextmanager
-def _looped(program: Any, options: dict[str, Any]) -> Iterator[None]:
-    """mlx-lm's program with its `stream_generate` replaced, which its `generate` looks up."""
-    plain = program.stream_generate
-    program.stream_generate = _Looped(plain, options)
+def _replaced(program: Any, options: dict[str, Any], wishes: Wishes) -> Iterator[None]:
+    """mlx-lm's program with two functions that it looks up replaced: its loop, and its reader of prompt caches."""
+    ours = {
+        "stream_generate": _Looped(program.stream_generate, options),
+        "load_prompt_cache": _Reader(program.load_prompt_cache, wishes),
+    }
+    before = {name: getattr(program, name) for name in ours}
     try:
+        vars(program).update(ours)
         yield
     finally:
-        program.stream_generate = plain
+        vars(program).update(before)
+
+
+class _Reader:
+    """Called as mlx-lm's `load_prompt_cache`. Gives rings that --kv-bits can quantize.
+
+    Refuses what the caches of a file cannot do: mlx-lm goes on with wrong rows, or as if nothing had been asked for.
+    """
+
+    def __init__(self, plain: Callable[..., Any], wishes: Wishes) -> None:
+        self.plain = plain
+        self.wishes = wishes
+
+    def __call__(self, file_name: str, return_metadata: bool = False) -> Any:
+        from ..kv import quantizable
+
+        for flag, wish in (("--draft-model", self.wishes.draft), ("--kv-config", self.wishes.kv_config)):
+            if wish is not None:
+                raise StraightlineError(
+                    f"{flag} and --prompt-cache-file are both given, but the caches of a file are stored as they are; "
+                    "expected one of them only"
+                )
+        caches, metadata = self.plain(file_name, return_metadata=True)
+        caches = quantizable(caches)
+        return (caches, metadata) if return_metadata else caches
 
 
 class _Looped:

@@ -54,6 +54,13 @@ def _adapted(program: Any) -> Iterator[None]:
             generators.append(self)
             super().__init__(*arguments)
 
+        def _tokenize(self, *arguments: Any) -> Any:
+            """Refuses an empty prompt here, where it fails alone; later it ends the thread that serves all."""
+            found = super()._tokenize(*arguments)
+            if not found[0]:
+                raise StraightlineError("the prompt has no tokens; expected one or more")
+            return found
+
     def stream(*arguments: Any, num_draft_tokens: int, **named: Any) -> Any:
         """A request may ask for any number; no more than the caches take back. The tokens are the same."""
         return plain_stream(*arguments, num_draft_tokens=min(num_draft_tokens, most_drafted), **named)

@@ -1,7 +1,8 @@
 """mlx_lm.server with a draft model: caches that it can split between both models, and keep for the next request.
 
 Of mlx-lm 0.32.2, three things go wrong there. It gives the target the first len(layers) caches, but layers that share
-K/V have none; it keeps caches under more tokens than they have seen; it takes back more tokens than rings can give.
+K/V have none; it keeps caches under more tokens than they have seen; it takes back more tokens than rings can give. And
+with or without a draft model, it ends at a prompt that its kept caches have seen as a whole.
 """
 
 from typing import Any
@@ -22,13 +23,16 @@ def every_layer(model: Any, max_kv_size: int | None = None) -> list[Any]:
 
 
 class KeptCaches(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's, but caches of speculation are kept under the tokens that all of them have seen."""
+    """mlx-lm's, but a prompt that is there as a whole leaves a token to go on from, and is else computed anew.
+
+    Caches of speculation are kept under the tokens that all of them have seen.
+    """
 
     def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[list[Any] | None, list[Any]]:
         try:
             caches, rest = super().fetch_nearest_cache(model, tokens)
-            if caches is not None and not rest and _speculative(caches):
-                _take_back(caches, 1)  # there has to be a token to go on from
+            if caches is not None and not rest:
+                _take_back(caches, 1)  # there has to be a token to go on from, or mlx-lm's thread ends
                 rest = tokens[-1:]
         except StraightlineError:  # the nearest would have to take back more than it can
             return None, tokens

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import StraightlineError
+from ..kv.chosen import check_kv_bits
 from ..model import Specialized
 from .dispatchers import Inline, Overlapped
 from .interrupts import Uninterrupted
@@ -69,10 +70,19 @@ def generate_step(
             raise StraightlineError(f"{name} is {value!r}; expected a whole number from 1")
     if sampler is not None and not callable(sampler):
         raise StraightlineError(f"sampler is {sampler!r}; expected a function of log-probabilities")
-    if not all(map(callable, logits_processors or [])):
+    if not (isinstance(logits_processors or [], (list, tuple)) and all(map(callable, logits_processors or []))):
         raise StraightlineError(
             f"logits_processors is {logits_processors!r}; expected a list of functions of tokens and logits"
         )
+    if prompt_cache is not None and not isinstance(prompt_cache, list):
+        raise StraightlineError(f"prompt_cache is a {type(prompt_cache).__name__}; expected a list of caches, or None")
+    if prompt_progress_callback is not None and not callable(prompt_progress_callback):
+        raise StraightlineError(
+            f"prompt_progress_callback is {prompt_progress_callback!r}; expected a function of two numbers of tokens"
+        )
+    if kv_bits is not None and isinstance(model, Specialized):
+        # Known now, and else said when `quantized_kv_start` tokens are there.
+        check_kv_bits(kv_bits, kv_group_size)
     own = prompt_cache is None
     loop = _Loop(
         model=model,

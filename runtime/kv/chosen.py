@@ -30,11 +30,8 @@ def chosen_storage(
             return None
     elif kv_config is not None:
         raise StraightlineError("kv_bits and kv_config are both given; expected one of them only")
-    elif kv_bits not in BITS or group_size not in GROUP_SIZES:
-        raise StraightlineError(
-            f"kv_bits is {kv_bits!r} and kv_group_size {group_size!r}; expected one of {_words(BITS)} bits in groups "
-            f"of {_words(GROUP_SIZES)}"
-        )
+    else:
+        check_kv_bits(kv_bits, group_size)
     try:
         spec = read_config(read_file(folder / "config.json"))
         if kv_bits is not None:
@@ -44,6 +41,15 @@ def chosen_storage(
         return spec.with_kv(read_kv_config(kv_config, spec, "kv_bits" if kv_bits is not None else FILE))
     except SpecError as error:
         raise StraightlineError(f"{folder}: {error}") from None
+
+
+def check_kv_bits(kv_bits: int, group_size: int) -> None:
+    """Raises StraightlineError unless caches of ours can be stored so."""
+    if kv_bits not in BITS or group_size not in GROUP_SIZES:
+        raise StraightlineError(
+            f"kv_bits is {kv_bits!r} and kv_group_size {group_size!r}; expected one of {_words(BITS)} bits in groups "
+            f"of {_words(GROUP_SIZES)}"
+        )
 
 
 def _words(numbers: Sequence[int]) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..errors import StraightlineError
+
 
 class KVCache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     """Every token, in order, from slot 0, by mlx-lm's own code. Serves layers with full attention."""
@@ -18,6 +20,12 @@ class KVCache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         from .quantized import QuantizedGrowingCache
 
         return QuantizedGrowingCache.of(self, bits=bits, group_size=group_size)
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        """Raises StraightlineError if some are quantized; mlx-lm's own fails on them, or makes empty ones plain."""
+        refuse_others(caches, mlx_lm_cache.KVCache, cls)
+        return super().merge(caches)
 
 
 class GrowingKVCache(KVCache):
@@ -47,6 +55,15 @@ class GrowingKVCache(KVCache):
     def __copy__(self) -> "GrowingKVCache":
         copy: GrowingKVCache = type(self).from_state(self.state)
         return copy
+
+
+def refuse_others(caches: list[Any], kind: type, wanted: type) -> None:
+    """Raises StraightlineError if some are not of the kind that a batch of `wanted` holds."""
+    other = next((type(one).__name__ for one in caches if not isinstance(one, kind)), "")
+    if other:
+        raise StraightlineError(
+            f"a batch of {wanted.__name__} cannot hold a {other}: make all caches with the same kv_config"
+        )
 
 
 def fresh(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import StraightlineError
+from .growing import fresh, refuse_others
 
 
 class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
@@ -35,15 +36,9 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
         """Raises StraightlineError if some are quantized or roll back; mlx-lm's own fails on their attributes."""
-        other = next((type(one).__name__ for one in caches if not isinstance(one, mlx_lm_cache.RotatingKVCache)), "")
-        if other:
-            raise StraightlineError(
-                f"a batch of RotatingKVCache cannot hold a {other}: make all caches with the same kv_config"
-            )
+        refuse_others(caches, mlx_lm_cache.RotatingKVCache, cls)
         return super().merge(caches)
 
     def __copy__(self) -> "RotatingKVCache":
-        from .growing import fresh
-
         copy: RotatingKVCache = type(self).from_state(map(fresh, self.state))
         return copy
