@@ -381,3 +381,50 @@ def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
     route = bound._checked_in_place(text(model), bound.routes[0]._replace(in_place=InPlace(right, wrong)), walk.vocab)
     assert (route.in_place, bound.in_place_reason) == (InPlace(right, right), "")
     assert bound.compiled_reason == "its logits differ from those of forward at step 1"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_anything_in_any_order(shape: str, seed: int) -> None:
+    """Random calls to both sides, with caches kept aside, changed and taken up again."""
+    rng = np.random.default_rng(seed)
+    walk = Walk(leasing(shape))
+    walk.step(int(rng.integers(1, 20)))
+    kept: list[Any] = []
+    leases = 0
+    for _ in range(14):
+        act = rng.choice(["decode", "decode", "block", "trim", "keep", "swap", "read", "monolith", "lose", "single"])
+        if act == "decode":
+            walk.decode(PATIENCE + int(rng.integers(0, 14)))
+            leases += walk.leased
+        elif act == "single":
+            walk.decode(int(rng.integers(1, PATIENCE)))
+        elif act == "block":
+            walk.step(int(rng.integers(2, 12)))
+        elif act == "trim":
+            count = int(rng.integers(1, 5))
+            trims = [trim_prompt_cache(caches, count) for caches in walk.caches]
+            assert trims[0] == trims[1]
+        elif act == "keep":
+            kept.append(tuple(copy.deepcopy(caches) for caches in walk.caches))
+        elif act == "swap" and kept:
+            now = walk.caches
+            walk.caches = kept.pop(int(rng.integers(len(kept))))
+            kept.append(now)
+        elif act == "read":
+            one = int(rng.integers(len(walk.caches[0])))
+            assert_same(walk.caches[0][one].keys, walk.caches[1][one].keys, "keys")
+        elif act == "monolith":
+            ids = toys.tokens(1, int(rng.integers(1, 4)), walk.vocab, walk.calls)
+            ours = walk.pair.model.monolith(ids, cache=walk.caches[0])
+            assert_same(ours, walk.pair.plain(ids, cache=walk.caches[1]), "logits of the monolith")
+        elif act == "lose":  # a token whose logits nobody evaluates
+            ids = toys.tokens(1, 1, walk.vocab, 1000 + walk.calls)
+            walk.pair.model(ids, cache=walk.caches[0])
+            mx.eval(walk.pair.plain(ids, cache=walk.caches[1]))
+    assert leases
+    walk.decode(3)
+    walk.same_caches()
+    for walk.caches in kept:
+        walk.decode(PATIENCE + 3)
+        walk.same_caches()
