@@ -56,12 +56,13 @@ class Route(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What one binding passes on to the next: its files, and whether `decode` was found exact with them."""
+    """What one binding passes on to the next: its files, what was found exact with them, and what was not."""
 
     files: tuple[ModuleType, ...] = ()
     decode_checked: bool = False
     in_place_checked: bool = False
     compiled_reason: str = ""
+    kernels_reason: str = ""
     tier_checked: frozenset[str] = frozenset()
 
 
@@ -77,7 +78,13 @@ class Bound:
         """
         file = options.module
         earlier = earlier or Earlier()
-        found, self.decode_checked, self.in_place_checked, self.compiled_reason, self.tier_checked = earlier
+        found = earlier.files
+        self.decode_checked = earlier.decode_checked
+        self.in_place_checked = earlier.in_place_checked
+        self.compiled_reason = earlier.compiled_reason
+        self.kernels_reason = earlier.kernels_reason
+        self.tier_checked = earlier.tier_checked
+        kernels = False if self.kernels_reason else options.kernels
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
@@ -89,7 +96,7 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
-        self.decode_reason = self.in_place_reason = self.kernels_reason = ""
+        self.decode_reason = self.in_place_reason = ""
         self.tier_sites: States = {}
         try:
             if text.training:
@@ -100,11 +107,11 @@ class Bound:
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
-            self.weights.single = self._for_one_token(text, options.kernels)
+            self.weights.single = self._for_one_token(text, kernels)
             self.sentinel: int = self.files[0].SENTINEL
-            self.routes = tuple(self._route(text, file, options.kernels) for file in self.files)
+            self.routes = tuple(self._route(text, file, kernels) for file in self.files)
             self.decode_reason = self._check_decode(text, spec.vocab_size)
-            if self.decode_reason and options.kernels is not False:
+            if self.decode_reason and kernels is not False:
                 # Each kernel is exact by itself; should they not be together, decode without them.
                 together = self.decode_reason
                 self.weights.single = self._for_one_token(text, False)
@@ -118,6 +125,17 @@ class Bound:
                 self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
+
+    def pass_on(self) -> Earlier:
+        """For the binding that takes this one's place."""
+        return Earlier(
+            self.files,
+            self.decode_checked,
+            self.in_place_checked,
+            self.compiled_reason,
+            self.kernels_reason,
+            self.tier_checked,
+        )
 
     def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
@@ -134,7 +152,7 @@ class Bound:
         if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
-            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype)
+            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype, kernels)
         for name, site in sites.items():
             if isinstance(site, QKVRope) and site.kv_heads:
                 setattr(calls, name, _storing(getattr(calls, name)))

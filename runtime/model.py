@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
-from .bound import Bound, Earlier, Options
+from .bound import Bound, Options
 from .dispatch import Dispatch
 from .errors import StraightlineError
 from .in_place import end_leases, lease_of
@@ -145,13 +145,7 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        old = self._bound
-        earlier = None
-        if old is not None:
-            earlier = Earlier(
-                old.files, old.decode_checked, old.in_place_checked, old.compiled_reason, old.tier_checked
-            )
-        del old
+        earlier = None if self._bound is None else self._bound.pass_on()
         # Let go of first: it may hold joined weights that are about to be joined anew.
         object.__setattr__(self, "_bound", None)
         bound = Bound(text_model(self), self._options, earlier)

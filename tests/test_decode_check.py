@@ -96,6 +96,11 @@ def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.Mo
     assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == ("", FAULTS[wrong_logits])
     assert model._bound.routes[0].decode is decode
     asked.clear()
+    model.layers[0].layer_scalar = mx.array([0.5])
+    model(tokens(1, 4))
+    assert asked == [False, False]  # nor does the next binding ask for them again
+    assert model.dispatch.kernels_reason == FAULTS[wrong_logits]
+    asked.clear()
     model = specialize(build(D6), with_decode(file, wrong_logits(file.decode)), strict=True)
     assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
     assert (model.dispatch.decode_reason, model.dispatch.kernels_reason) == (FAULTS[wrong_logits], "")

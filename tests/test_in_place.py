@@ -6,6 +6,8 @@ mlx-lm's again for whoever asks, and that the bits are those of an untouched mod
 
 import copy
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +19,15 @@ from comparing import assert_same
 from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 from pairs import Pair, four_bit, text
 
+from straightline.generated import gemma4_e4b
 from straightline.runtime import HiddenTap
 from straightline.runtime.decode_check import in_place_refused
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.lease import PATIENCE
-from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_place
-from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, Site
+from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_place, in_place_sites
+from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, Site, sites_of
+from straightline.runtime.kernels.backends import Backend
+from straightline.runtime.kernels.resolve import forget
 from straightline.runtime.taps import no_tap
 
 SHAPES = sorted(toys.SHAPES)
@@ -428,3 +433,67 @@ def test_anything_in_any_order(shape: str, seed: int) -> None:
     for walk.caches in kept:
         walk.decode(PATIENCE + 3)
         walk.same_caches()
+
+
+@pytest.mark.parametrize("kernels", [None, True])
+def test_on_metal_nothing_is_in_place(kernels: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """And no kernel is made for it that was not asked for."""
+    made: list[str] = []
+    monkeypatch.setenv("STRAIGHTLINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys.modules[forget.__module__], "detect", lambda: Backend("metal", "a Mac"))
+    monkeypatch.setattr(Backend, "make", lambda self, program: made.append(program.function))
+    forget()
+    file = gemma4_e4b
+    sites = sites_of(file)
+    found, reason = in_place_sites(sites, SimpleNamespace(), mx.bfloat16, kernels)
+    forget()
+    assert found is None and reason
+    assert made == [] if kernels is None else set(made) <= {"qkv_rope"}
+
+
+def test_threads_with_a_lease_each() -> None:
+    """B73, in place: sequences in threads of their own, over one model."""
+    pair = leasing("e4b")
+    walks = [Walk(pair) for _ in range(3)]
+    expected = [
+        [pair.plain(ids, cache=walk.caches[1]) for ids in prompt_and_steps(seed)] for seed, walk in enumerate(walks)
+    ]
+    mx.eval(expected)
+
+    def run(seed: int) -> list[mx.array]:
+        caches = walks[seed].caches[0]
+        logits = []
+        for ids in prompt_and_steps(seed):
+            logits.append(pair.model(ids, cache=caches))
+            mx.eval(logits[-1])
+        assert lease_of(caches) is not None
+        return logits
+
+    with ThreadPoolExecutor(3) as pool:
+        for found, wanted in zip(pool.map(run, range(3)), expected, strict=True):
+            for index, pair_of_logits in enumerate(zip(found, wanted, strict=True)):
+                assert_same(*pair_of_logits, f"logits of call {index}")
+
+
+def prompt_and_steps(seed: int) -> list[mx.array]:
+    return [toys.tokens(1, length, seed=50 * seed + call) for call, length in enumerate((9, *(1,) * 20))]
+
+
+def test_two_thousand_steps_of_a_lease() -> None:
+    """B72, in place: flat but for what the caches with full attention grow by."""
+    walk = Walk(leasing("e4b"))
+    walk.step(9)
+    walk.decode(PATIENCE)
+    model, caches = walk.pair.model, walk.caches[0]
+    lease = lease_of(caches)
+    assert lease is not None
+    seen = []
+    for step in range(2000):
+        mx.eval(model(toys.tokens(1, 1, walk.vocab, step), cache=caches))
+        if step % 200 == 199:
+            gc.collect()
+            mx.clear_cache()
+            held = sum(slot.keys.nbytes + slot.values.nbytes for slot in lease.slots)
+            seen.append(mx.get_active_memory() - held)
+    assert lease_of(caches) is lease
+    assert max(seen[1:]) - min(seen[1:]) <= 4096, seen

@@ -27,7 +27,7 @@ class CompiledLayers:
             compiled = self._known[id(w)] = self._compile(function, w, type(kv) is Slot, rest[1:])
         if type(kv) is not Slot:
             return compiled(h, x, position, *rest[:1], *kv)
-        results = compiled(*(h, x, position, *rest[:1], kv.keys, kv.values, kv.ring, kv.clock.after, kv.k, kv.v))
+        results = compiled(h, x, position, *rest[:1], kv.keys, kv.values, kv.ring, kv.clock.after, kv.k, kv.v)
         return (*results, (kv.k, kv.v)) if id(w) in self._sources else results
 
     def _compile(self, function: Any, w: Any, owns: bool, index: tuple[int, ...]) -> Compiled:

@@ -45,12 +45,13 @@ def end_leases(caches: Any) -> bool:
 
 
 def end_lease(cache: Any) -> Any:
-    """The cache, with its rows. Waits until they are written."""
+    """The cache, with its rows. Waits until they are written; if that fails, the lease goes on."""
     held = vars(cache)
-    slot, _ = held.pop("slot"), held.pop("lease")
+    slot = held["slot"]
     wait_for_handover()
     mx.eval(slot.clock.after)
     keys, values = slot.whole()
+    del held["slot"], held["lease"]
     cache.__class__ = type(cache).__bases__[-1]
     held.update(keys=keys, values=values, offset=slot.offset)
     if slot.limit:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, resolved_states
+from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolved
 from .compiled import CompiledLayers
 from .slot import Slot
 
@@ -22,23 +22,22 @@ class InPlace(NamedTuple):
         return InPlace(self.moving, self.moving)
 
 
-def in_place_sites(sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.Dtype) -> tuple[InPlace | None, str]:
+def in_place_sites(
+    sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.Dtype, kernels: bool | None
+) -> tuple[InPlace | None, str]:
     """As `calls`, but each token's K/V written where it stays; or None and the reason.
 
-    sites: a file's, by name in lower case. calls: what serves them over ordinary caches.
+    sites: a file's, by name in lower case. calls: what serves them over ordinary caches. kernels: as for `resolved`.
     """
     wanted = {name: _over_slots(name, site, sites) for name, site in sites.items()}
     ours = {name: site for name, site in wanted.items() if site is not None}
-    resolved = dict(zip(ours, resolve_all(ours.values(), dtype), strict=True))
-    for name, (state, reason) in zip(ours, resolved_states(ours.values(), dtype), strict=True):
-        if state == "plain":
-            return None, f"{name}: {reason}"
     over = dict(vars(calls))
-    for name, call in resolved.items():
-        site = ours[name]
-        over[name] = site.over_views() if isinstance(site, Attention) else call
+    for (name, site), found in zip(ours.items(), resolved(ours.values(), dtype, kernels=kernels), strict=True):
+        if found.state == "plain":
+            return None, f"{name}: {found.reason}"
+        over[name] = site.over_views() if isinstance(site, Attention) else found.call
         if isinstance(site, QKVRopeInto):
-            over[name] = _into(call)
+            over[name] = _into(found.call)
     return in_place(over), ""
 
 

@@ -11,7 +11,7 @@ from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
-from .resolve import report, resolve, resolve_all, resolved_states
+from .resolve import report, resolve, resolve_all, resolved
 from .rope import QKVRope
 from .site import Call, Site, sites_of
 
@@ -36,6 +36,6 @@ __all__ = [
     "report",
     "resolve",
     "resolve_all",
-    "resolved_states",
+    "resolved",
     "sites_of",
 ]

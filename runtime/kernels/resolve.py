@@ -46,7 +46,14 @@ def resolve(site: Site, dtype: mx.Dtype = DTYPE) -> Call:
 def resolve_all(
     sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool | None = None
 ) -> tuple[Call, ...]:
-    """`resolve` for many sites, with a progress bar where kernels are compiled.
+    """`resolve` for many sites; see `resolved`."""
+    return tuple(one.call for one in resolved(sites, dtype, progress, kernels))
+
+
+def resolved(
+    sites: Iterable[Site], dtype: mx.Dtype = DTYPE, progress: bool = True, kernels: bool | None = None
+) -> tuple[Resolved, ...]:
+    """What to call for many sites, and why, with a progress bar where kernels are compiled.
 
     kernels: whether kernels of our own may be compiled (None: on CUDA, where they are kept); what MLX's operations
         alone can do is used either way.
@@ -57,7 +64,7 @@ def resolve_all(
     fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
     for one in _shown(fresh, backend) if progress and kernels else fresh:
         _resolve(one)
-    return tuple(_resolve(one).call for one in wanted)
+    return tuple(_resolve(one) for one in wanted)
 
 
 def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
@@ -68,12 +75,6 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
     desc = f"checking fused kernels on {backend.device}"
     bar: Iterable[_Key] = tqdm(wanted, desc=desc, unit="kernel", file=sys.stderr, delay=PATIENCE)
     return bar
-
-
-def resolved_states(sites: Iterable[Site], dtype: mx.Dtype = DTYPE, kernels: bool = True) -> list[tuple[str, str]]:
-    """("kernel", "written out" or "plain", reason) of each."""
-    found = [_resolve((site, dtype, detect(), kernels)) for site in sites]
-    return [(one.state, one.reason) for one in found]
 
 
 def report() -> dict[Site, tuple[str, str]]:
