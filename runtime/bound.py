@@ -18,7 +18,7 @@ from .decode_check import decode_refused, in_place_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable
+from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable, run
 from .kernels import QKVRope, Site, resolve_all, sites_of
 from .kv.device import packing
 from .products import find_products, pays, with_kernels
@@ -63,7 +63,7 @@ class Earlier(NamedTuple):
     in_place_checked: bool = False
     compiled_reason: str = ""
     kernels_reason: str = ""
-    tier_checked: frozenset[str] = frozenset()
+    tier_checked: frozenset[tuple[str, bool]] = frozenset()
 
 
 class Bound:
@@ -120,7 +120,7 @@ class Bound:
                 self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
-            self._check_in_place(text, spec.vocab_size)
+            self.routes = tuple(self._checked_in_place(text, route, spec.vocab_size) for route in self.routes)
             if options.tier == "fast":
                 self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
@@ -156,7 +156,7 @@ class Bound:
         for name, site in sites.items():
             if isinstance(site, QKVRope) and site.kv_heads:
                 setattr(calls, name, _storing(getattr(calls, name)))
-        calls.sliding_layer = calls.full_layer = _run
+        calls.sliding_layer = calls.full_layer = run
         return Route(guard, file.forward, file.decode, calls, in_place)
 
     def _check_decode(self, text: nn.Module, vocabulary: int) -> str:
@@ -175,16 +175,13 @@ class Bound:
         """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
         sites = sites_of(file)
         fast, states = fast_route(route, sites, file.CACHES, stream_dtype(text))
-        refused = self.decode_reason
-        if fast is not route and not refused and file.FINGERPRINT not in self.tier_checked:
+        refused, checked = self.decode_reason, (file.FINGERPRINT, fast.whole)
+        if fast is not route and not refused and checked not in self.tier_checked:
             make_caches = partial(packed_caches, file.CACHES) if route.guard.quantized else _caches_of(text)
             refused = fast_refused(self.weights, fast, sites, make_caches, vocabulary)
-            self.tier_checked |= frozenset(() if refused else (file.FINGERPRINT,))
+            self.tier_checked |= frozenset(() if refused else (checked,))
         self.tier_sites |= {name: ("exact", refused) for name in states} if refused else states
         return route if refused else fast
-
-    def _check_in_place(self, text: nn.Module, vocabulary: int) -> None:
-        self.routes = tuple(self._checked_in_place(text, route, vocabulary) for route in self.routes)
 
     def _checked_in_place(self, text: nn.Module, route: Route, vocabulary: int) -> Route:
         """The route as it is exact: with compiled layers, without them, or not in place at all."""
@@ -204,7 +201,7 @@ class Bound:
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""
         if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
-            Lease(caches, route, route.whole)
+            Lease(caches, route.guard, route.whole)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -230,7 +227,7 @@ class Bound:
 
     def owner(self, lease: Lease) -> Route | None:
         """The route whose lease it is; None, too, for a lease of another model or of what this one was bound to."""
-        return next((route for route in self.routes if route is lease.owner), None)
+        return next((route for route in self.routes if route.guard is lease.owner), None)
 
     def route(self, cache: Any) -> tuple[Route | None, str]:
         """The first file that takes these caches, or the reason of the one that comes closest.
@@ -258,11 +255,6 @@ def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
 
     qkv.projected = call  # type: ignore[attr-defined]
     return qkv
-
-
-def _run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A layer of `decode`, where nothing can be said about it in advance."""
-    return function(*arguments)
 
 
 def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:

@@ -60,7 +60,7 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
             if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
                 return "nothing can be compared inside mx.compile"
             fill(caches)
-        lease = Lease(ours, route)
+        lease = Lease(ours, route.guard)
         for step in range(STEPS + 1):
             token = mx.array([[step % vocabulary]])
             slots, calls = lease.begin(route.in_place)

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .arrays import same_bits
 from .evaluation import evaluate
 from .watch import edited, plain_class
 
@@ -118,8 +119,7 @@ def _exact(whole: Arrays, parts: list[Any]) -> bool:
     settings = {"transpose": True, "group_size": first.group_size, "bits": first.bits, "mode": first.mode}
     one = mx.quantized_matmul(x, whole[0], scales=whole[1], biases=whole[2], **settings)
     apart = mx.concatenate([part(x) for part in parts], axis=-1)
-    unsigned = mx.uint32 if one.dtype == mx.float32 else mx.uint16
-    return bool(mx.array_equal(one.view(unsigned), apart.view(unsigned)).item())
+    return same_bits(one, apart)
 
 
 def _views(whole: Arrays, parts: list[list[Any]]) -> list[list[Any]]:

@@ -50,6 +50,7 @@ class Specialized(Watched):
             raise StraightlineError(f"tap is a {type(tap).__name__}; expected a HiddenTap or None")
         bound = self._bound
         if bound is None or bound.stale():
+            bound = None  # let go of, as in _bind
             bound = self._bind()
         reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
         route, lease = None, None

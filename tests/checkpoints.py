@@ -5,14 +5,17 @@ tokenizer. Written from a toy model, which is then the reference for what `load`
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 import toys
 from comparing import assert_same
 from mlx.utils import tree_flatten
 
+from straightline.runtime import load
 from straightline.runtime.toy import toy_tokenizer
 
 Weights = dict[str, mx.array]
@@ -141,6 +144,17 @@ def publish(
         weights |= towers()
     write(folder, published, weights, **how)
     return plain
+
+
+@contextmanager
+def with_files(root: Path, **configs: dict[str, Any]) -> Iterator[None]:
+    """Folders of these names in `root`, their files in a user's cache there, as after load(folder, generate=True)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRAIGHTLINE_CACHE", str(root / "cache"))
+        for name, config in configs.items():
+            publish(root / name, config)
+            load(root / name, generate=True)
+        yield
 
 
 def assert_same_model(found: Any, plain: Any, vocab: int = 97) -> None:

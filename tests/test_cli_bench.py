@@ -9,7 +9,6 @@ import checkpoints
 import pytest
 import toys
 
-from straightline.runtime import load
 from straightline.runtime.benchmark import models
 from straightline.runtime.cli import main
 from straightline.runtime.verification.control import spoil
@@ -22,10 +21,7 @@ FEW = ["--steps", "2", "--seconds", "0.01"]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder whose file lies in the user's cache, as after load(folder, generate=True)."""
     folder = tmp_path_factory.mktemp("bench")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRAIGHTLINE_CACHE", str(folder / "cache"))
-        checkpoints.publish(folder / "checkpoint", toys.E6)
-        load(folder / "checkpoint", generate=True)
+    with checkpoints.with_files(folder, checkpoint=toys.E6):
         yield str(folder / "checkpoint")
 
 

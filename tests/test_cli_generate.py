@@ -32,11 +32,7 @@ PROMPT = ["--prompt", "a prompt that is longer than the window", "--max-tokens",
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two Gemma 4 checkpoints with files in the user's cache, and one of another family."""
     root = tmp_path_factory.mktemp("generate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRAIGHTLINE_CACHE", str(root / "cache"))
-        for name, config in (("shared", SHAPE), ("dense", DENSE)):
-            checkpoints.publish(root / name, config)
-            load(root / name, generate=True)
+    with checkpoints.with_files(root, shared=SHAPE, dense=DENSE):
         yield root
 
 

@@ -8,7 +8,7 @@ import checkpoints
 import pytest
 import toys
 
-from straightline.runtime import StraightlineError, load
+from straightline.runtime import StraightlineError
 from straightline.runtime.cli import main
 from straightline.runtime.verification import proof, walks
 from straightline.runtime.verification.smaller import reduced
@@ -20,10 +20,7 @@ EIGHT = [{"layer_idx": layer, "bits": 8, "group_size": 64} for layer in range(3)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder whose file lies in the user's cache, as after load(folder, generate=True)."""
     folder = tmp_path_factory.mktemp("verify")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRAIGHTLINE_CACHE", str(folder / "cache"))
-        checkpoints.publish(folder / "checkpoint", toys.E6)
-        load(folder / "checkpoint", generate=True)
+    with checkpoints.with_files(folder, checkpoint=toys.E6):
         yield str(folder / "checkpoint")
 
 

@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 import toys
 from comparing import assert_same, file_of
-from test_in_place import in_place_calls
+from test_in_place import in_place_calls, writes_nothing
 
 from straightline.codegen import generate
 from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
 from straightline.runtime.in_place import InPlace, lease_of
-from straightline.runtime.kernels import Attention, FastAttention, QKVRopeInto, fast_resolve, memory, sites_of
+from straightline.runtime.in_place.sites import _into
+from straightline.runtime.kernels import Attention, FastAttention, QKVRope, QKVRopeInto, fast_resolve, memory, sites_of
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.fast import CLUSTER, MERGED, Cut
 from straightline.runtime.kernels.fast_check import BOUND, Errors, distance, errors, reference
@@ -424,7 +425,7 @@ def test_on_a_models_own_tokens_it_is_measured_once_more(monkeypatch: pytest.Mon
 
 def test_measured_again_only_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model(monkeypatch)
-    assert model._bound.tier_checked == {model._bound.files[0].FINGERPRINT}
+    assert model._bound.tier_checked == {(model._bound.files[0].FINGERPRINT, False)}
     monkeypatch.setattr("straightline.runtime.bound.fast_refused", lambda *_: pytest.fail("asked again"))
     model.layers[0].layer_scalar = mx.array([0.5], dtype=mx.bfloat16)
     model(toys.tokens(1, 2))
@@ -591,3 +592,23 @@ def test_the_length_of_the_buffers_chooses() -> None:
         for length in (20, 21):
             call(*site.inputs_of(length, 0))
     assert asked == ["one", "two"] * 2
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_compiled_layers_that_write_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side of the check has to find the token's row as it has written it, not as the other has."""
+    wide_model(monkeypatch)
+    exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file_of(WIDE), strict=True)
+    bound = exact._bound
+    file, sites = bound.files[0], sites_of(bound.files[0])
+    plain = bound.routes[0]._replace(in_place=in_place_calls(bound.routes[0], file))
+    fast, _ = fast_route(plain, sites, file.CACHES, mx.bfloat16)
+    right = fast.in_place.moving
+    wrong = {
+        name: _into(writes_nothing(QKVRopeInto(site)))
+        for name, site in sites.items()
+        if isinstance(site, QKVRope) and site.kv_heads
+    }
+    fast = fast._replace(in_place=InPlace(right, SimpleNamespace(**vars(right) | wrong)))
+    refused = fast_refused(bound.weights, fast, sites, lambda: list(exact.make_cache()), 97)
+    assert refused == "compiled layers give other logits at step 0"

@@ -7,6 +7,7 @@ mlx-lm's again for whoever asks, and that the bits are those of an untouched mod
 import copy
 import gc
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from straightline.runtime.decode_check import in_place_refused
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.lease import PATIENCE
 from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_place, in_place_sites
-from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, Site, sites_of
+from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, sites_of
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.resolve import forget
 from straightline.runtime.taps import no_tap
@@ -56,7 +57,7 @@ def writes_nothing(site: QKVRopeInto) -> Any:
 
 
 def in_place_calls(route: Any, file: Any) -> InPlace:
-    sites = {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}
+    sites = sites_of(file)
     calls = dict(vars(route.sites))
     for name, site in sites.items():
         over = _over_slots(name, site, sites)
@@ -136,7 +137,7 @@ def test_compiled_layers(shape: str) -> None:
     for _ in range(2):
         slots, chosen = lease.begin(over)
         assert chosen is over.settled
-        pair = [bound.routes[0].decode(bound.weights, one, token, slots, no_tap) for one in over]
+        pair = [bound.routes[0].decode(bound.weights.single, one, token, slots, no_tap) for one in over]
         assert_same(*pair, "logits")
 
 
@@ -497,3 +498,20 @@ def test_two_thousand_steps_of_a_lease() -> None:
             seen.append(mx.get_active_memory() - held)
     assert lease_of(caches) is lease
     assert max(seen[1:]) - min(seen[1:]) <= 4096, seen
+
+
+def test_a_lease_keeps_no_weights_alive() -> None:
+    """Once a model is bound anew, the last binding's are gone, whatever caches are still under its lease."""
+    walk = Walk(leasing("e4b"))
+    walk.step(9)
+    walk.decode(PATIENCE + 3)
+    assert walk.leased
+    model = walk.pair.model
+    route = model._bound.routes[0]
+    old = [weakref.ref(one) for one in (model._bound, route.in_place.moving.sliding_qkv)]
+    del route
+    model.layers[0].layer_scalar = mx.array([0.5])
+    model(toys.tokens(1, 2), cache=model.make_cache())
+    gc.collect()
+    assert [one() for one in old] == [None, None]
+    assert walk.leased

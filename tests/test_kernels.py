@@ -300,7 +300,7 @@ def test_progress_is_shown_where_kernels_are_compiled(
 ) -> None:
     fake = use(monkeypatch)
     resolve_all((ONE, ONE, SITES[2]))
-    assert capsys.readouterr().err == ""  # soon over
+    assert capsys.readouterr().err == "" and len(fake.made) == 2  # soon over
     resolving.forget()
     monkeypatch.setattr(resolving, "PATIENCE", 0.0)
     resolve_all((ONE, ONE, SITES[2]))
@@ -458,7 +458,10 @@ def test_texts_are_whole(site: Site, backend: str) -> None:
     if backend == "metal" and isinstance(
         site, (GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, Router, SummedExperts)
     ):
-        with pytest.raises(Unsupported, match=r"on Metal|Metal's partition"):
+        with pytest.raises(
+            Unsupported,
+            match=r"^(MLX's own kernel is used on Metal|how Metal's partition orders equal scores is not known)$",
+        ):
             site.program(backend)
         return
     program = site.program(backend)

@@ -23,11 +23,7 @@ DENSE = toys.D6 | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCAB
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("loop")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRAIGHTLINE_CACHE", str(root / "cache"))
-        for name, config in (("shared", SHAPE), ("dense", DENSE)):
-            checkpoints.publish(root / name, config)
-            load(root / name, generate=True)
+    with checkpoints.with_files(root, shared=SHAPE, dense=DENSE):
         yield root
 
 

@@ -1,9 +1,8 @@
 """The chart of `straightline bench` as SVG, written by hand: one bar a cell, from 1.0 to the ratio. Pure."""
 
 import math
-from xml.sax.saxutils import escape
 
-from ..commands.drawing import FONT, FULL, GREY, INK, PAPER, SLIDING
+from ..commands.drawing import FULL, GREY, INK, SLIDING, paper, words_at
 from .rows import Row
 from .sides import MLX_LM
 
@@ -21,33 +20,30 @@ def chart(title: str, line: str, rows: list[Row]) -> str:
     height = TOP + ROW * len(rows) + 40
     width = LEFT + WIDE + RIGHT
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
-        f"role='img' {FONT} fill='{INK}'>",
-        f"<title>{escape(title)}</title>",
-        f"<rect width='{width}' height='{height}' rx='8' fill='{PAPER}'/>",
-        _text(24, 32, title, "font-size='16' font-weight='bold'"),
-        _text(24, 52, line, f"fill='{GREY}'"),
+        *paper(width, height, title),
+        words_at(24, 32, title, "font-size='16' font-weight='bold'"),
+        words_at(24, 52, line, f"fill='{GREY}'"),
     ]
     bottom = TOP + ROW * len(rows)
     for half in range(int(top * 2) + 1):
         x = _x(half / 2, top)
         parts.append(f"<path d='M{x:.1f} {TOP - 6}V{bottom}' stroke='{GREY}' stroke-width='0.6' opacity='0.4'/>")
-        parts.append(_text(x, TOP - 12, f"x{half / 2:.1f}", f"fill='{GREY}' text-anchor='middle'"))
+        parts.append(words_at(x, TOP - 12, f"x{half / 2:.1f}", f"fill='{GREY}' text-anchor='middle'"))
     several = len({row.side for row in rows if not row.problem}) > 1
     for number, row in enumerate(rows):
         parts += _bar(row, TOP + ROW * number, top, several)
     one = _x(1, top)
     parts.append(f"<path d='M{one:.1f} {TOP - 6}V{bottom + 6}' stroke='{INK}' stroke-width='1.4'/>")
-    parts.append(_text(one, bottom + 22, "mlx-lm", "text-anchor='middle'"))
+    parts.append(words_at(one, bottom + 22, "mlx-lm", "text-anchor='middle'"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _bar(row: Row, y: int, top: float, several: bool) -> list[str]:
     label = f"{row.cell.name}: {row.side}" if several and not row.problem else row.cell.name
-    parts = [_text(24, y + 13, label)]
+    parts = [words_at(24, y + 13, label)]
     if row.ratio is None:
         why = "cannot be run" if row.problem else f"departs at {row.departs}"
-        return [*parts, _text(LEFT + 6, y + 13, f"no ratio: {why}", f"fill='{GREY}'")]
+        return [*parts, words_at(LEFT + 6, y + 13, f"no ratio: {why}", f"fill='{GREY}'")]
     low, middle, high = (_x(one, top) for one in row.ratio)
     colour = FULL if row.by_choice else SLIDING
     parts.append(f"<rect x='{LEFT}' y='{y}' width='{middle - LEFT:.1f}' height='{ROW - 7}' rx='2' fill='{colour}'/>")
@@ -57,13 +53,9 @@ def _bar(row: Row, y: int, top: float, several: bool) -> list[str]:
         f"stroke='{INK}' stroke-width='1.1'/>"
     )
     words = f"x{row.ratio.median:.2f}{', bits differ' if row.by_choice else ''}"
-    parts.append(_text(max(middle, high) + 6, y + 13, words))
+    parts.append(words_at(max(middle, high) + 6, y + 13, words))
     return parts
 
 
 def _x(ratio: float, top: float) -> float:
     return LEFT + WIDE * ratio / top
-
-
-def _text(x: float, y: float, words: str, style: str = "") -> str:
-    return f"<text x='{x:g}' y='{y}'{' ' + style if style else ''}>{escape(words)}</text>"

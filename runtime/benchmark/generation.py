@@ -6,12 +6,12 @@ from itertools import islice
 
 import mlx.core as mx
 
+from ..decoding.loop import STEPS
 from .calls import Named, Parts, ids
 from .cells import Cell
 from .sides import Side, blamed
 
-BLOCK = 8  # tokens that straightline's loop reads at once, after 1, 2 and 4
-WARM_UP = 1 + 2 + 4
+WARM_UP = 1 + 2 + 4  # the reads of 1, 2 and 4; from then on STEPS at once
 
 
 class Generation:
@@ -31,7 +31,7 @@ class Generation:
 
     def seconds(self, side: Side, steps: int) -> float:
         """Of one token, the mean of whole blocks."""
-        count = max(1, steps // BLOCK) * BLOCK
+        count = max(1, steps // STEPS) * STEPS
         tokens = self._tokens(side, WARM_UP + count)
         for _ in islice(tokens, WARM_UP):
             pass
@@ -48,7 +48,7 @@ class Generation:
 
     def peak(self, side: Side) -> int:
         """The most bytes alive in a block after the prompt."""
-        tokens = self._tokens(side, WARM_UP + BLOCK)
+        tokens = self._tokens(side, WARM_UP + STEPS)
         for _ in islice(tokens, WARM_UP):
             pass
         mx.clear_cache()

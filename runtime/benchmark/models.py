@@ -11,15 +11,14 @@ import mlx.core as mx
 from ...codegen.config import read_arguments, read_json
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
-from ..arrays import dtype_name
-from ..commands.subject import Subject, published, published_kv_config, read_folder
+from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..decode_check import on_gpu
 from ..errors import StraightlineError
 from ..kernels.states import SiteState, running
 from ..loading import find_folder, load_model
 from ..model import specialize, text_model
-from ..verification.proof import render_reduced
-from ..verification.random_model import build, size_in_gb
+from ..verification.proof import decoding, render_reduced, sizes
+from ..verification.random_model import build
 from ..verification.smaller import reduced
 from .measures import alive
 
@@ -55,7 +54,7 @@ class Pair:
 def from_checkpoint(where: str, wish: Wish) -> Pair:
     """Its own weights, held once."""
     folder = find_folder(where)
-    subject = read_folder(folder, folder.resolve().name)
+    subject = read_folder(folder, name_of(where, folder))
     kv_config = _kv_config(subject, wish)
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
@@ -95,15 +94,8 @@ def pair_of(
     # Joined projections are views of new arrays: without this, the oracle alone would keep the old ones alive.
     oracle.update(specialized.parameters())
     spec = read_arguments(text_model(oracle).args)
-    dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
-    facts |= {
-        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {dtype_name(dtype)}, "
-        f"{size_in_gb(oracle):.2f} GB",
-        "specialize": f"{seconds:.1f} s",
-        "one token": specialized.dispatch.decode_reason or "by decode",
-        "in place": specialized.dispatch.in_place_reason or "K/V of single tokens",
-        "tier": _tier(wish.tier, specialized.dispatch.tier_sites),
-    }
+    facts |= sizes(oracle, spec) | {"specialize": f"{seconds:.1f} s"} | decoding(specialized)
+    facts |= {"tier": _tier(wish.tier, specialized.dispatch.tier_sites)}
     if kv_config is not None:
         facts["K/V"] = _words(kv_config)
         spec = spec.with_kv(read_kv_config(kv_config, spec))

@@ -17,12 +17,9 @@ def drawing(name: str, headline: str, rows: tuple[LayerRow, ...], taps: frozense
     """The whole file. Layers go down the page as tokens do."""
     height = TOP + (len(rows) + 2) * ROW + 22
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
-        f"role='img' {FONT} fill='{INK}'>",
-        f"<title>{escape(name)}: {escape(headline)}</title>",
-        f"<rect width='{WIDTH}' height='{height}' rx='8' fill='{PAPER}'/>",
-        _text(24, 32, name, "font-size='18' font-weight='bold'"),
-        _text(24, 52, headline, f"fill='{GREY}'"),
+        *paper(WIDTH, height, f"{name}: {headline}"),
+        words_at(24, 32, name, "font-size='18' font-weight='bold'"),
+        words_at(24, 52, headline, f"fill='{GREY}'"),
         *_headings(rows),
         *_end(-1, 0, "embedding", taps),
     ]
@@ -37,12 +34,12 @@ def _headings(rows: tuple[LayerRow, ...]) -> list[str]:
     y, grey = TOP - 22, f"fill='{GREY}'"
     more = "experts" if rows[0].experts else "per-layer input" if rows[0].per_layer_input else ""
     return [
-        _text(X["tap"], y, "tap", f"{grey} text-anchor='end'"),
-        _text(X["bar"], y, "attention", grey),
-        _text(X["heads"], y, "Q:KV x dim", grey),
-        _text(X["mlp"], y, "MLP", grey),
-        _text(X["more"], y, more, grey),
-        _text(X["kv"], y, "keys and values", grey),
+        words_at(X["tap"], y, "tap", f"{grey} text-anchor='end'"),
+        words_at(X["bar"], y, "attention", grey),
+        words_at(X["heads"], y, "Q:KV x dim", grey),
+        words_at(X["mlp"], y, "MLP", grey),
+        words_at(X["more"], y, more, grey),
+        words_at(X["kv"], y, "keys and values", grey),
     ]
 
 
@@ -50,7 +47,7 @@ def _end(index: int, line: int, word: str, taps: frozenset[int]) -> list[str]:
     return [
         *_tap(index, line, index in taps),
         f"<rect x='{X['bar']}' y='{_y(line)}' width='164' height='{ROW - 4}' rx='3' fill='none' stroke='{GREY}'/>",
-        _text(X["bar"] + 8, _base(line), word, f"fill='{GREY}'"),
+        words_at(X["bar"] + 8, _base(line), word, f"fill='{GREY}'"),
     ]
 
 
@@ -61,23 +58,23 @@ def _layer(row: LayerRow) -> list[str]:
         *_tap(row.index, line, row.tapped),
         f"<rect x='{X['bar']}' y='{_y(line)}' width='{width}' height='{ROW - 4}' rx='3' fill='{colour}' "
         f"fill-opacity='{1 if row.owns else READER}'/>",
-        _text(X["bar"] + 8, _base(line), "sliding" if row.sliding else "full"),
-        _text(X["heads"], _base(line), row.heads),
-        _text(X["mlp"], _base(line), str(row.mlp)),
+        words_at(X["bar"] + 8, _base(line), "sliding" if row.sliding else "full"),
+        words_at(X["heads"], _base(line), row.heads),
+        words_at(X["mlp"], _base(line), str(row.mlp)),
     ]
     if row.experts:
         parts += _dots(X["more"], line)
-        parts.append(_text(X["more"] + 34, _base(line), row.experts))
+        parts.append(words_at(X["more"] + 34, _base(line), row.experts))
     elif row.per_layer_input:
         parts.append(f"<circle cx='{X['more'] + 5}' cy='{_base(line) - 4}' r='3.5' fill='#3aa17e'/>")
-        parts.append(_text(X["more"] + 14, _base(line), f"+ {row.per_layer_input}"))
+        parts.append(words_at(X["more"] + 14, _base(line), f"+ {row.per_layer_input}"))
     if row.owns:
         parts.append(
             f"<rect x='{X['kv']}' y='{_y(line)}' width='74' height='{ROW - 4}' rx='3' fill='{BITS[row.kv_bits]}'/>"
         )
         word = f"{row.kv_bits}-bit" if row.kv_bits else "plain"
         ink = PAPER if row.kv_bits > 4 else INK
-        parts.append(_text(X["kv"] + 6, _base(line), f"{word}{' K=V' if row.k_eq_v else ''}", f"fill='{ink}'"))
+        parts.append(words_at(X["kv"] + 6, _base(line), f"{word}{' K=V' if row.k_eq_v else ''}", f"fill='{ink}'"))
     return parts
 
 
@@ -105,18 +102,28 @@ def _sharing(rows: tuple[LayerRow, ...]) -> list[str]:
             parts.append(f"<path d='M{X['kv'] + 6} {y}l6 -3.5v7z' fill='{colour}'/>")
         label = f"K/V of {row.index}, read by {len(row.readers)}"
         where = _base(row.index + 1)
-        parts.append(_text(X["rail"] + 26 * number + 6, where, label, f"fill='{colour}'"))
+        parts.append(words_at(X["rail"] + 26 * number + 6, where, label, f"fill='{colour}'"))
     return parts
 
 
 def _tap(index: int, line: int, tapped: bool) -> list[str]:
     style = f"fill='{TAP}' font-weight='bold'" if tapped else f"fill='{GREY}'"
     mark = [f"<path d='M{X['tap'] + 8} {_base(line) - 4}h14' stroke='{TAP}' stroke-width='2.5'/>"] if tapped else []
-    return [_text(X["tap"], _base(line), str(index), f"{style} text-anchor='end'"), *mark]
+    return [words_at(X["tap"], _base(line), str(index), f"{style} text-anchor='end'"), *mark]
 
 
-def _text(x: float, y: float, words: str, style: str = "") -> str:
-    return f"<text x='{x}' y='{y}'{' ' + style if style else ''}>{escape(words)}</text>"
+def paper(width: int, height: int, title: str) -> list[str]:
+    """What every picture begins with; "</svg>" ends it."""
+    return [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
+        f"role='img' {FONT} fill='{INK}'>",
+        f"<title>{escape(title)}</title>",
+        f"<rect width='{width}' height='{height}' rx='8' fill='{PAPER}'/>",
+    ]
+
+
+def words_at(x: float, y: float, words: str, style: str = "") -> str:
+    return f"<text x='{x:g}' y='{y}'{' ' + style if style else ''}>{escape(words)}</text>"
 
 
 def _y(line: int) -> int:

@@ -7,11 +7,10 @@ tokens are handed to the device in a second thread, where they can be.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StraightlineError
-from .loader import Wishes, specialized, split
+from .loader import Wishes, replaced, specialized, split
 
 
 def run(arguments: list[str]) -> int:
@@ -26,24 +25,20 @@ def run(arguments: list[str]) -> int:
         raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
     options = {name: value for name, value in vars(mine).items() if value}
     wishes, rest = split(others, "straightline generate", [own])
-    with specialized("mlx_lm.generate", wishes, rest) as program, _replaced(program, options, wishes):
+    with (
+        specialized("mlx_lm.generate", wishes, rest) as program,
+        replaced(program, _ours(program, options, wishes)),
+    ):
         program.main()
     return 0
 
 
-@contextmanager
-def _replaced(program: Any, options: dict[str, Any], wishes: Wishes) -> Iterator[None]:
-    """mlx-lm's program with two functions that it looks up replaced: its loop, and its reader of prompt caches."""
-    ours = {
+def _ours(program: Any, options: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
+    """In the place of two functions that mlx-lm's program looks up: its loop, and its reader of prompt caches."""
+    return {
         "stream_generate": _Looped(program.stream_generate, options),
         "load_prompt_cache": _Reader(program.load_prompt_cache, wishes),
     }
-    before = {name: getattr(program, name) for name in ours}
-    try:
-        vars(program).update(ours)
-        yield
-    finally:
-        vars(program).update(before)
 
 
 class _Reader:

@@ -145,6 +145,17 @@ def _report(name: str, dispatch: Dispatch) -> Iterator[str]:
 
 
 @contextmanager
+def replaced(program: Any, ours: dict[str, Any]) -> Iterator[None]:
+    """A module in which some names are ours; as before at the end."""
+    before = {name: getattr(program, name) for name in ours}
+    try:
+        vars(program).update(ours)
+        yield
+    finally:
+        vars(program).update(before)
+
+
+@contextmanager
 def specialized(module: str, wishes: Wishes, arguments: list[str]) -> Iterator[Any]:
     """mlx-lm's module with its `load` replaced and the arguments in place; both as before at the end."""
     program: Any = import_module(module)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StraightlineError
-from .loader import BEYOND, Loader, specialized, split
+from .loader import BEYOND, Loader, replaced, specialized, split
 
 
 def run(arguments: list[str]) -> int:
@@ -72,11 +72,9 @@ def _adapted(program: Any) -> Iterator[None]:
         "LRUPromptCache": KeptCaches,
         "make_prompt_cache": every_layer,
     }
-    before = {name: getattr(program, name) for name in ours}
     try:
-        vars(program).update(ours)
-        yield
+        with replaced(program, ours):
+            yield
     finally:
-        vars(program).update(before)
         for one in generators:
             one.stop_and_join()  # or a port that is taken would leave its thread behind, and the process with it

@@ -44,7 +44,7 @@ def _plain(cache: Any) -> bool:
 class Lease:
     """slots: what `decode` takes in the place of the caches. Refers to no cache, so that these are freed as ever.
 
-    owner: whose lease it is; another one's calls end it.
+    owner: the guard of the route whose lease it is, which holds no weights; another one's calls end it.
     """
 
     def __init__(self, caches: list[Any], owner: object, whole: bool = False) -> None:

@@ -1,15 +1,15 @@
 """The calls of FastAttention from its compiled kernels: few rows in one launch, many in two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .fast import CLUSTER, MOST_PARTS, FastAttention
+from .launch import Kernel
 from .program import Program
 from .site import Call
 
-Kernel = Callable[..., list[mx.array]]
 FLOATS = (mx.float32, mx.float32)
 LEAST_PARTS = 16
 ROWS_OF_A_PART = 128

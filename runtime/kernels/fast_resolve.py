@@ -17,7 +17,7 @@ from .fast_check import BOUND, errors
 from .fast_launch import by_length, clustered, parted
 from .memory import MLX, Finding, checking, key, recall, remember, settled
 from .program import Program, Unsupported
-from .resolve import DTYPE, first_lines
+from .resolve import DTYPE, first_lines, out_of_memory
 from .site import Call, Site
 
 # Rows up to which one launch is used. Measured on an H200; see docs/fast-tier.md.
@@ -116,10 +116,10 @@ def _checked(
             reason = f"error at most {worst.found:.1e} (bound {BOUND:.1e}), MLX's own up to {plain:.1e}"
             finding = Finding("kernel", reason)
     except Exception as error:  # whatever a kernel or a device does, the exact form is there
-        text = str(error)
-        finding = None if "memory" in text and "illegal" not in text else Finding("plain", first_lines(error))
+        finding = None if out_of_memory(error) else Finding("plain", first_lines(error))
     finally:
-        remember(name, finding, about)
+        if known is None or finding not in (None, known):
+            remember(name, finding, about)
     if finding is None:
         return None, "the device had no memory left to check it"
     return (call if finding.state == "kernel" else None), finding.reason

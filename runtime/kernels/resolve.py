@@ -172,7 +172,7 @@ def _try(
         call = launcher(site, program, ahead.of(kernel), dtype, several=True)
         compared = compare(site, call, dtype, site.seeds if known is None else 1)
     except Exception as error:  # whatever a kernel or a device does, the plain form is there
-        if "memory" in str(error) and "illegal" not in str(error):
+        if out_of_memory(error):
             return site.plain, None
         return site.plain, Finding("plain", f"failed: {first_lines(error)}")
     if compared.differs:
@@ -191,6 +191,11 @@ def _compare_rows(site: Site, call: Call, dtype: mx.Dtype) -> int:
     except Exception:
         return 0
     return 0 if compared.differs else compared.values
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Which says nothing about a kernel."""
+    return "memory" in str(error) and "illegal" not in str(error)
 
 
 def first_lines(error: Exception, count: int = 3) -> str:

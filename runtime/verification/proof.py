@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...codegen.config import read_arguments
+from ...codegen.spec import Spec
 from ..arrays import dtype_name
 from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..errors import StraightlineError
@@ -76,7 +77,7 @@ def with_kernels(proof: Proof, kernels: bool) -> Proof:
     """The same, decoding with fused kernels where they are exact here, or without."""
     model = specialize(proof.model, strict=True, kernels=kernels)
     quantized = model if proof.quantized is proof.model else specialize(proof.quantized, strict=True, kernels=kernels)
-    return replace(proof, model=model, quantized=quantized, facts=proof.facts | _decoding(model))
+    return replace(proof, model=model, quantized=quantized, facts=proof.facts | decoding(model))
 
 
 def _packaged(subject: Subject, model: Any, oracle: Any, steps: int) -> Proof:
@@ -94,19 +95,20 @@ def _proof(
     oracle: Any, model: Any, quantized: Any, kv_config: list[dict[str, int]] | None, steps: int, facts: dict[str, str]
 ) -> Proof:
     spec = read_arguments(text_model(oracle).args)
-    dtype = text_model(oracle)["model"]["norm"]["weight"].dtype
     files = dict.fromkeys(file for one in (model, quantized) for file in one._bound.files)
     named = ", ".join(f"{file.__name__.rpartition('.')[2]} ({file.FINGERPRINT})" for file in files)
-    facts = facts | {"fingerprint": spec.architecture, "files": named} | _decoding(model)
-    facts |= {
-        "sizes": f"{len(spec.layers)} layers, window {spec.sliding_window}, {dtype_name(dtype)}, "
-        f"{size_in_gb(oracle):.2f} GB",
-    }
+    facts = facts | {"fingerprint": spec.architecture, "files": named} | decoding(model) | sizes(oracle, spec)
     window = spec.sliding_window or 64
     return Proof(oracle, model, quantized, kv_config, window, spec.vocab_size, steps, facts)
 
 
-def _decoding(model: Any) -> dict[str, str]:
+def sizes(oracle: Any, spec: Spec) -> dict[str, str]:
+    dtype = dtype_name(text_model(oracle)["model"]["norm"]["weight"].dtype)
+    size = f"{len(spec.layers)} layers, window {spec.sliding_window}, {dtype}, {size_in_gb(oracle):.2f} GB"
+    return {"sizes": size}
+
+
+def decoding(model: Any) -> dict[str, str]:
     """How single tokens are served."""
     return {
         "one token": model.dispatch.decode_reason or "by decode",

@@ -60,9 +60,9 @@ class SiteErrors:
 
 
 class Measured:
-    """tiers, sites: the figures. prompts, tokens, steps: what they are of. states: the fast model's tier_sites."""
+    """tiers, sites: the figures. prompts, steps: what they are of. states: the fast model's tier_sites."""
 
-    def __init__(self, proof: Any, steps: int, seed: int, kernels: bool, folder: Path | None) -> None:
+    def __init__(self, proof: Any, steps: int, seed: int, kernels: bool | None, folder: Path | None) -> None:
         self.steps = steps
         self.models = {tier: specialize(proof.model, strict=True, kernels=kernels, tier=tier) for tier in TIERS}
         self.states: dict[str, tuple[str, str]] = self.models["fast"].dispatch.tier_sites

@@ -1,11 +1,11 @@
 """Decoding into the caches' own rows, at full size on a GPU: bits beside mlx-lm's, then speed. About 60 s a size.
 
+Exits with 1 if any differ.
+
 python3 tests/gpu/in_place.py --sizes e4b,12b,26b --rounds 6 --steps 32
 """
 
 import argparse
-import io
-import re
 import statistics
 import sys
 import time
@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from straightline.runtime import specialize
+from straightline.runtime.arrays import same_bits
+from straightline.runtime.benchmark.measures import count_primitives
 from straightline.runtime.in_place import InPlace, lease_of
 from straightline.runtime.kernels import report
 from straightline.runtime.verification.proof import from_random
@@ -27,16 +29,6 @@ def greedy(logits: mx.array) -> mx.array:
     return token
 
 
-def primitives(output: mx.array) -> int:
-    text = io.StringIO()
-    mx.export_to_dot(text, output)
-    return len(re.findall(r"shape\s*=\s*rectangle", text.getvalue()))
-
-
-def same(a: mx.array, b: mx.array) -> bool:
-    return bool(mx.array_equal(a.view(mx.uint16), b.view(mx.uint16)).item())
-
-
 def copied(caches: list[Any], make: Any) -> list[Any]:
     copies = make()
     for copy, cache in zip(copies, caches, strict=True):
@@ -44,7 +36,8 @@ def copied(caches: list[Any], make: Any) -> list[Any]:
     return copies
 
 
-def one(name: str, rounds: int, steps: int, tokens: int) -> None:
+def one(name: str, rounds: int, steps: int, tokens: int) -> bool:
+    """Whether everything was equal."""
     started = time.perf_counter()
     proof = from_random(f"gemma4-{name}", False, None, None, 7)
     oracle = proof.oracle
@@ -79,10 +72,10 @@ def one(name: str, rounds: int, steps: int, tokens: int) -> None:
         logits = {which: run(token) for which, run in sides.items()}
         if step == steps - 1:
             for which, found in logits.items():
-                print(f"{name}: {which}: {primitives(found)} primitives")
+                print(f"{name}: {which}: {count_primitives([found])} primitives")
         mx.eval(list(logits.values()))
         for which, found in logits.items():
-            if not departs[which] and not same(found, logits["mlx-lm"]):
+            if not departs[which] and not same_bits(found, logits["mlx-lm"]):
                 departs[which] = f"departs at step {step}"
         token = greedy(logits["mlx-lm"])
     for which, found in departs.items():
@@ -121,11 +114,11 @@ def one(name: str, rounds: int, steps: int, tokens: int) -> None:
         )
     for which in routes:
         for index, (mine, other) in enumerate(zip(caches[which], caches["mlx-lm"], strict=True)):
-            if mine.offset != other.offset:
-                continue
-            if not (same(mine.keys, other.keys) and same(mine.values, other.values)):
-                print(f"{name}: {which}: cache {index} differs at the end")
+            if not (same_bits(mine.keys, other.keys) and same_bits(mine.values, other.values)):
+                departs[which] = departs[which] or f"cache {index} differs at the end"
+                print(f"{name}: {which}: {departs[which]}")
                 break
+    return not any(departs.values())
 
 
 parser = argparse.ArgumentParser()
@@ -134,9 +127,12 @@ parser.add_argument("--rounds", type=int, default=6)
 parser.add_argument("--steps", type=int, default=32)
 parser.add_argument("--tokens", type=int, default=30)
 options = parser.parse_args()
+equal = True
 for size in options.sizes.split(","):
     try:
-        one(size, options.rounds, options.steps, options.tokens)
+        equal = one(size, options.rounds, options.steps, options.tokens) and equal
     except Exception:
+        equal = False
         traceback.print_exc(file=sys.stdout)
     mx.clear_cache()
+sys.exit(0 if equal else 1)
