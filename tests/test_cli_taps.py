@@ -157,6 +157,7 @@ def test_other_settings_are_refused(checkpoint: Path, tmp_path: Path, capsys: py
     assert "was made with prompts_digest " in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_memory_does_not_grow_with_the_prompts(checkpoint: Path, tmp_path: Path) -> None:
     peaks = []
     for number, times in enumerate((2, 40)):

@@ -1,7 +1,6 @@
 """`decode`, the one-token entry: what it serves and what not, its bits and its graph; projections joined for it."""
 
 import copy
-import gc
 import io
 import pickle
 import types
@@ -33,6 +32,7 @@ from comparing import (
     same_bits,
     source_of,
 )
+from memory import settled
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tuner.utils import remove_lora_layers
@@ -323,14 +323,8 @@ def test_fewer_primitives(name: str) -> None:
 # Joined projections.
 
 
-def settled() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
 WIDE = toys.config(hidden_size=256, intermediate_size=1024, num_attention_heads=8)
-ROOM = 64 * 1024  # small arrays of a bind: folded router scales, copies of tables
+ROOM = 4096  # bytes, for the small arrays of a bind: folded router scales, copies of tables
 KEYS = ("weight", "scales", "biases")
 
 
@@ -358,6 +352,7 @@ def address(array: mx.array) -> int:
     return int(np.array(array, copy=False).__array_interface__["data"][0])
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_joined_weights_are_held_once() -> None:
     model = toys.build(WIDE, quantize=FOUR_BIT)
     before = dict(tree_flatten(model.parameters()))
@@ -389,6 +384,7 @@ def test_a_bind_leaves_nothing_behind() -> None:
     assert mx.get_cache_memory() < ROOM
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_loading_and_deleting_comes_back_to_the_start() -> None:
     seen = []
     for _ in range(3):
@@ -401,6 +397,7 @@ def test_loading_and_deleting_comes_back_to_the_start() -> None:
     assert max(seen) - min(seen) < 4096
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_joined_once_for_all_who_share_the_modules() -> None:
     """Neither another bind nor another specialized model joins again, and joining is no change to bind after."""
     base = toys.build(toys.D6, quantize=FOUR_BIT)
@@ -432,6 +429,7 @@ def test_saving_sees_the_parts(tmp_path: Path) -> None:
     assert (tmp_path / "weights.safetensors").stat().st_size == (tmp_path / "plain.safetensors").stat().st_size
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_weights_loaded_later(tmp_path: Path) -> None:
     """They are joined in place of the old ones, which are then gone."""
     module, counts = spied(WIDE)
@@ -554,6 +552,7 @@ def test_training_goes_to_the_monolith_and_comes_back() -> None:
     agree(model, counts, 1)
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize(("name", "stateful"), [("M6", False), ("E6", True)], ids=["M6", "E6, state"])
 def test_compiled(name: str, stateful: bool) -> None:
     """A step under mx.compile, traced before `decode` has ever run. Its state comes back as new arrays, joined anew."""

@@ -13,11 +13,12 @@ import mlx.core as mx
 import pytest
 import toys
 from comparing import FOUR_BIT, assert_same
+from memory import settled
 from mlx_lm.generate import generate_step as mlx_lm_step
 from mlx_lm.sample_utils import make_sampler
 from pairs import pair
 from test_loop import PROMPT, first, models, ours, overlap, same_caches, theirs
-from test_memory import SLIDING_ONLY, settled
+from test_memory import SLIDING_ONLY
 
 from straightline.runtime.decoding import dispatchers, generate_step
 from straightline.runtime.evaluation import evaluate
@@ -217,6 +218,7 @@ def test_weights_that_change_on_the_way() -> None:
     assert not dispatch_threads() and len(found) == 8
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize(("owner", "overlap"), [("loop", False), ("loop", True), ("caller", False)])
 def test_two_thousand_tokens(owner: str, overlap: bool) -> None:
     """Memory is flat to a page, where every layer slides."""

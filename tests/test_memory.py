@@ -1,6 +1,5 @@
 """B72: memory stays flat, comes back, and holds the weights once; a forward without a tap builds no node for it."""
 
-import gc
 import io
 import re
 import types
@@ -12,22 +11,16 @@ import pytest
 import toys
 from checkpoints import ORIGINAL, publish
 from comparing import FOUR_BIT, file_of, source_of
+from memory import settled
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from pairs import pair
 
 from straightline.runtime import HiddenTap, load, specialize
 
+pytestmark = pytest.mark.usefixtures("exact_memory")
 CONFIGS = {"D6": toys.D6, "M6": toys.M6, "E6": toys.E6}
 SLIDING_ONLY = toys.config(layer_types=[toys.SLIDING] * 2, num_hidden_layers=2)
-
-
-def settled() -> int:
-    """Active memory, with nothing waiting to be freed."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 def nbytes(model: Any) -> int:

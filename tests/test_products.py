@@ -11,9 +11,10 @@ import mlx.nn as nn
 import pytest
 import toys
 from comparing import BFLOAT16, EIGHT_BIT, FLOAT32, FOUR_BIT, MXFP4
+from memory import settled
 from mlx_lm.tuner.utils import remove_lora_layers
 from test_adapters import adapt
-from test_decode import ROOM, WIDE, agree, apart, groups, settled, spied, wholes
+from test_decode import ROOM, WIDE, agree, apart, groups, spied, wholes
 
 from straightline.runtime import specialize
 from straightline.runtime.kernels import (
@@ -165,6 +166,7 @@ def test_what_is_quantized_later(calls: Counter[Site]) -> None:
     assert sum(calls.values()) == 4 * 6 + 1
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_weights_are_held_once(calls: Counter[Site]) -> None:
     base = toys.build(WIDE, quantize=FOUR_BIT, dtype=BFLOAT16)
     start = settled()

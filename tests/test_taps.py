@@ -1,6 +1,5 @@
 """B62: taps: the stream after each layer, the scaled embedding, the final norm; equal to hooks on plain mlx-lm."""
 
-import gc
 import io
 import random
 import weakref
@@ -10,6 +9,7 @@ import mlx.core as mx
 import pytest
 import toys
 from comparing import BFLOAT16, FLOAT16, FOUR_BIT, Case, Trio, assert_same
+from memory import settled
 
 from straightline.runtime import HiddenTap, StraightlineError
 
@@ -151,6 +151,7 @@ class Stream:
         return value
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_no_tap_keeps_nothing_alive() -> None:
     """After a call without a tap no layer's row lives on; after one with a tap only the tapped rows do."""
     case = Case(toys.D6)
@@ -173,9 +174,7 @@ def test_no_tap_keeps_nothing_alive() -> None:
 def active_after(call: Any) -> int:
     """Bytes held by MLX arrays once the call is done and its result dropped."""
     call()
-    gc.collect()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
+    return settled()
 
 
 def test_chunked_rows_are_those_of_one_pass() -> None:
@@ -208,6 +207,7 @@ def test_the_convention() -> None:
     assert_same(logits, inner.embed_tokens.as_linear(tap.captured[6]), "logits")
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_one_position_of_a_long_prompt_holds_one_row() -> None:
     """The bytes of a whole tap's row, without the rows of all tokens behind it; inside mx.compile as well."""
     case = Case(toys.D6)

@@ -470,6 +470,7 @@ def test_watched_modules_pickle() -> None:
             assert_same(found, expected, name)
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_dropped_arrays_are_freed() -> None:
     """Nothing keeps the weights that were replaced: not the watch, not the bound forward after its next call."""
     models = pair(toys.D6)

@@ -1,0 +1,18 @@
+"""Fixtures that pytest finds by name."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+
+@pytest.fixture
+def exact_memory() -> Iterator[None]:
+    """MLX keeps no freed buffers.
+
+    One taken from its cache counts at its own size, which may be larger than the array's: active memory would then
+    depend on which buffer happened to be free.
+    """
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
