@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
 from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
+from .registry import load_generated
 from .taps import HiddenTap, Tap, TapRecorder, no_tap
 from .tier import check_tier
 from .watch import Watched, plain_class
@@ -172,6 +174,24 @@ class Specialized(Watched):
         object.__setattr__(specialized, "_storage", self._storage)
         return specialized
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle holds the weights and how they were specialized, a file of the user's by its path.
+
+        What comes out of it binds anew, at its first call.
+        """
+        _, (kind,), state, *rest = super().__reduce_ex__(protocol)
+        path = getattr(self._options.module, "__file__", None)
+        how = (kind, path, replace(self._options, module=None), self._storage)
+        return (_unpickled, how, {key: value for key, value in state.items() if key not in _OWN}, *rest)
+
+
+def _unpickled(
+    kind: type[Specialized], path: str | None, options: Options, storage: tuple[Spec, int] | None
+) -> Specialized:
+    """Without its weights yet. Raises StraightlineError if the file at `path` is gone."""
+    options = replace(options, module=None if path is None else load_generated(path))
+    return _with_own(kind.__new__(kind), options, storage)
+
 
 _OWN = ("dispatch", "_bound", "_options", "_tap", "_storage")
 
@@ -247,8 +267,11 @@ def _specialized(model: Any, options: Options) -> Any:
     specialized: Any = CLASSES[plain].__new__(CLASSES[plain])
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
-    own: dict[str, Any] = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
-    own["_storage"] = model._storage if isinstance(model, Specialized) else None
-    for name, value in own.items():
+    return _with_own(specialized, options, model._storage if isinstance(model, Specialized) else None)
+
+
+def _with_own(specialized: Any, options: Options, storage: tuple[Spec, int] | None) -> Any:
+    own = (Dispatch(options.strict), None, options, None, storage)
+    for name, value in zip(_OWN, own, strict=True):
         object.__setattr__(specialized, name, value)
     return specialized

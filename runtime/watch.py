@@ -64,7 +64,8 @@ class Watched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class, which can be found by its name."""
-        reduced: Any = super().__reduce_ex__(protocol)
+        # Below 2 the items of a dict go another way, which would be lost here; arrays have no such protocol anyway.
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
         return (_made, (plain_class(self),), *reduced[2:])
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_the_caches_that_a_model_makes(folder: Path, kv_config: Any) -> None:
     assert stored(make_prompt_cache(model)) == WANTED
     assert stored(make_cache(model)) == WANTED
     assert stored(copy.deepcopy(model).make_cache()) == WANTED
+    assert stored(pickle.loads(pickle.dumps(model)).make_cache()) == WANTED
     assert stored(specialize(model).make_cache()) == WANTED
     assert stored(make_cache(model, rollback=True)) == [
         ("QuantizedRollbackCache", 8, 64),

@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,8 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 from mlx_lm.utils import dequantize_model, quantize_model
 from pairs import Pair, four_bit, pair, text
 
-from straightline.runtime import HiddenTap, StraightlineError, make_cache, specialize
+from straightline.codegen import generate
+from straightline.runtime import HiddenTap, StraightlineError, load_generated, make_cache, specialize
 from straightline.runtime.watch import changes, plain_class
 
 IDS = toys.tokens(1, 9)
@@ -404,6 +406,42 @@ def test_deepcopy_while_training() -> None:
     assert twin.dispatch.strict and model.training and not twin.training
     model.eval()
     assert mx.array_equal(twin(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_pickle(outer: bool, tmp_path: Path) -> None:
+    """As plain mlx-lm models do; what comes out is specialized, binds anew and is apart. The user's file goes by path."""
+    plain = toys.build(toys.E6, quantize=FOUR_BIT, outer=outer)
+    (tmp_path / "mine.py").write_text(generate(toys.E6, "mine"))
+    model = specialize(
+        toys.build(toys.E6, quantize=FOUR_BIT, outer=outer), load_generated(tmp_path / "mine.py"), strict=True
+    )
+    with model.tapped([1]):
+        model(IDS)
+        model.extra = "kept"
+        first, second = pickle.loads(pickle.dumps([model, model]))
+    assert first is second and type(first) is type(model) and first.extra == "kept"
+    assert first.dispatch.counts == {"generated": 0, "monolith": 0} and first.dispatch.strict
+    Pair(first, plain).served()
+    assert first.dispatch.file == "straightline_file_mine"
+    first.layers[0].layer_scalar = mx.array([0.1])
+    Pair(model, plain).served()
+    model.train()
+    pickled = pickle.dumps(model)
+    assert pickle.loads(pickled).training
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(StraightlineError, match=r"mine\.py is not a \.py file; expected one made by"):
+        pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_old_protocols_cannot_pickle_arrays(protocol: int) -> None:
+    """As of a plain model, in place of modules without their contents."""
+    base = toys.build(toys.D6)
+    model = specialize(base, file_of(toys.D6))
+    for one in (toys.build(toys.D6), base, model, base.layers[0]):
+        with pytest.raises(TypeError, match="cannot pickle 'array' object"):
+            pickle.dumps(one, protocol)
 
 
 def test_specialized_twice() -> None:
