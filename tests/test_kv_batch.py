@@ -161,6 +161,50 @@ def test_refused_before_the_first_token(model: Any) -> None:
         batch.extend(QuantizedGrowingCache(4, 32).merge([QuantizedGrowingCache(4, 32)]))
 
 
+@pytest.mark.parametrize("fill", [0, 5])
+@pytest.mark.parametrize("how", ["merged", "joining", "joining later"])
+def test_plain_ones_refuse_others_by_name(fill: int, how: str) -> None:
+    """mlx-lm's plain caches and batches, which know nothing of ours, with quantized and rollback caches after them."""
+    model = specialize(toys.build(toys.D6), file_of(toys.D6))
+
+    def caches(*arguments: Any, **named: Any) -> list[Any]:
+        made: list[Any] = make_cache(model, *arguments, **named)
+        if fill:
+            model(toys.tokens(1, fill), cache=made)
+        return made
+
+    def join(first: list[Any], second: list[Any]) -> None:
+        generator = BatchGenerator(model, max_tokens=6, prefill_batch_size=1 + (how == "merged"), stream=CPU)
+        generator.insert([[1, 2, 3]], caches=[first])
+        for _ in range(3 if how.endswith("later") else 0):
+            generator.next()
+        generator.insert([[4, 5]], caches=[second])
+        for _ in range(6):
+            generator.next()
+
+    of_mlx_lm = {"RotatingKVCache": mlx_lm_cache.RotatingKVCache, "KVCache": mlx_lm_cache.KVCache}
+    others = {
+        "batch of KVCache|BatchQuantizedGrowingCache cannot join": caches([EIGHT[2]]),
+        "batch of RotatingKVCache|BatchQuantizedRingCache cannot join": caches([EIGHT[0]]),
+        "hold a SlidingRollbackCache|SlidingRollbackCache cannot be batched": caches(rollback=True),
+        "hold a QuantizedRollbackCache|QuantizedRollbackCache cannot be batched": caches(EIGHT, rollback=True),
+    }
+    for message, other in others.items():
+        with pytest.raises(StraightlineError, match=message):
+            join(caches(), other)
+    if fill:
+        for other in others.values():
+            plain = [of_mlx_lm[type(one).__name__].from_state(one.state) for one in caches()]  # as it loads them
+            with pytest.raises(StraightlineError, match=r"cannot (join|be batched|hold)"):
+                join(plain, other)
+
+
+def test_other_layouts_have_no_such_attribute() -> None:
+    quantized, rollback = QuantizedGrowingCache(4, 32), SlidingRollbackCache(8)
+    assert not hasattr(quantized, "keys") and getattr(rollback, "max_size", None) is None
+    assert not hasattr(quantized.merge([quantized]), "_idx")
+
+
 def test_a_batch_through_its_state() -> None:
     """mlx-lm's own batch caches come out of from_state unfit for a prompt; these do not."""
     rng = np.random.default_rng(2)

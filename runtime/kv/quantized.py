@@ -4,14 +4,14 @@ Tokens kept, their order, masks, growth, rollback and batching are therefore tho
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, _BaseCache
 
 from ...codegen.kv import BITS, GROUP_SIZES
 from ...codegen.spec import Quantized
-from ..errors import StraightlineError
+from ..errors import OtherLayout, StraightlineError
 from .device import PLAIN_ROWS, packing
 from .growing import GrowingKVCache, fresh
 from .ring import RotatingKVCache
@@ -69,6 +69,12 @@ class _Quantized(_BaseCache):  # type: ignore[misc]
 
     def _plain(self, packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         return mx.dequantize(packed, scales, biases, self.stored.group_size, self.stored.bits)
+
+    def _not_plain(self) -> NoReturn:
+        raise OtherLayout(f"a {type(self).__name__} cannot join a plain batch: make all caches with the same kv_config")
+
+    # What mlx-lm's plain caches ask of those that they are to be merged with, or extended by.
+    keys = rotated = _idx = property(_not_plain)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return self.parts[0].make_mask(*args, **kwargs)
@@ -182,11 +188,14 @@ class QuantizedRollbackCache(_Solo):
         return int(self.parts[0].depth)
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> Any:
-        raise StraightlineError(
+    def merge(cls, caches: list[Any]) -> NoReturn:
+        raise OtherLayout(
             f"{cls.__name__} cannot be batched, since each row would roll back by itself; "
             "use make_cache(model, kv_config) without rollback for batches"
         )
+
+    # What mlx-lm's ring asks of those that it is to be merged with.
+    max_size = property(lambda cache: cache.merge([cache]))
 
 
 class _Batch(_Quantized):

@@ -4,12 +4,12 @@ Layout: slot = position mod capacity, so that a row's place depends on its posit
 there, and capacity = window - 1 + 2 * depth, so that taking tokens back finds the older rows still in place.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from ..errors import StraightlineError
+from ..errors import OtherLayout, StraightlineError
 from .growing import fresh
 from .masks import mask_over_chunk, mask_over_slots
 
@@ -178,11 +178,14 @@ class SlidingRollbackCache(_BaseCache):  # type: ignore[misc]
         return QuantizedRollbackCache.of(self, bits=bits, group_size=group_size)
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> Any:
-        raise StraightlineError(
+    def merge(cls, caches: list[Any]) -> NoReturn:
+        raise OtherLayout(
             f"{cls.__name__} cannot be batched, since each row would roll back by itself; "
             "use make_cache(model) without rollback for batches"
         )
+
+    # What mlx-lm's ring asks of those that it is to be merged with.
+    max_size = property(lambda cache: cache.merge([cache]))
 
     def __copy__(self) -> "SlidingRollbackCache":
         copy = type(self).__new__(type(self))
