@@ -16,7 +16,16 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 # Calls whose text arguments are, or become, messages to a user.
-RAISERS = {"StraightlineError", "OtherLayout", "SpecError", "ImportError", "usage_error", "error", "Unsupported", "Fast"}
+RAISERS = {
+    "StraightlineError",
+    "OtherLayout",
+    "SpecError",
+    "ImportError",
+    "usage_error",
+    "error",
+    "Unsupported",
+    "Fast",
+}
 # Functions that return a message, or nothing.
 REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
     "lay",

@@ -117,6 +117,35 @@ def test_per_layer_inputs_in_chunks() -> None:
     assert mx.array_equal(chunks.argmax(-1), whole.argmax(-1)).item()
 
 
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_callers_per_layer_inputs_in_chunks(embedded: bool) -> None:
+    """B56: a caller's own inputs, cut as the prompt is, with taps: as plain mlx-lm, and as one pass; then ids go on."""
+    case = Case(toys.E6)
+    model, inner = case.model, case.plain.model.model
+    model.dispatch.strict = False
+    ids = case.tokens(2, 20)
+    given = {"per_layer_inputs": inner._get_per_layer_inputs(ids) * 2}
+    if embedded:
+        given["input_embeddings"] = inner.embed_tokens(ids)
+    caches, tap = (model.make_cache(), case.plain.model.make_cache()), HiddenTap(case.everything)
+    chunks = []
+    for start in (0, 7, 14):
+        cut = slice(start, start + 7)
+        part = {name: value[:, cut] for name, value in given.items()}
+        expected = case.plain(ids[:, cut], cache=caches[1], **part)
+        chunks.append(model(ids[:, cut], cache=caches[0], tap=tap, **part))
+        assert_same(chunks[-1], expected, "logits")
+        assert_same({i: tap.captured[i] for i in case.everything}, {i: case.plain.rows[i] for i in case.everything}, "")
+    assert_close(mx.concatenate(chunks, axis=1), model(ids, **given), "one pass")
+    last = ids[:, :1]
+    assert_same(model(last, cache=caches[0]), case.plain(last, cache=caches[1]), "ids alone")
+    assert model.dispatch.counts == {"generated": 1, "monolith": 4}
+    assert model.dispatch.reasons.keys() == {
+        f"{'input_embeddings' if embedded else 'per_layer_inputs'} are given, file "
+        f"{'expects token ids' if embedded else 'computes its own'}"
+    }
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_embeddings_go_to_the_monolith(cached: bool) -> None:
     """B58, B56: embeddings and a caller's per-layer inputs go to mlx-lm's code, with taps, and agree with ids."""

@@ -18,7 +18,7 @@ import mlx_lm
 import pytest
 import toys
 from checkpoints import MLX, ORIGINAL, TEXT, assert_same_model, publish
-from comparing import FOUR_BIT, MXFP4, MXFP8, NVFP4, mixed
+from comparing import EIGHT_BIT, FOUR_BIT, MXFP4, MXFP8, NVFP4, mixed
 
 from straightline.runtime import StraightlineError, load
 
@@ -109,6 +109,36 @@ def test_overrides_in_every_spelling(tmp_path: Path, spelled: str) -> None:
     model = check(tmp_path, plain)
     assert model.layers[0].router.proj.bits == 8
     assert model.layers[0].mlp.up_proj.mode == "mxfp4" and "biases" not in model.layers[0].mlp.up_proj
+
+
+@pytest.mark.parametrize(
+    ("config", "naming", "mode"),
+    [(toys.D6, MLX, MXFP4), (toys.M6, MLX, MXFP4), (toys.D6, TEXT, MXFP8), (toys.E6, TEXT, NVFP4)],
+    ids=["D6 mxfp4", "M6 mxfp4", "D6 mxfp8, flat", "E6 nvfp4, flat"],
+)
+def test_affine_overrides_in_another_body(tmp_path: Path, config: dict[str, Any], naming: str, mode: Any) -> None:
+    """B28 in reverse: some modules affine, with biases, in a body of another mode; an override may leave `mode` out."""
+    overrides = {
+        "layers.1.mlp.down_proj": EIGHT_BIT,
+        "layers.0.self_attn.q_proj": FOUR_BIT | {"mode": "affine"},
+        "layers.2.self_attn.o_proj": False,
+        "embed_tokens": EIGHT_BIT | {"mode": "affine"},
+        "layers.4.router.proj": EIGHT_BIT,
+        "layers.3.experts.switch_glu.up_proj": FOUR_BIT,
+    }
+
+    def choose(path: str, module: Any) -> Any:
+        return next((sizes for name, sizes in overrides.items() if path.endswith(name)), mode)
+
+    prefix = "language_model.model." if naming == MLX else "model."
+    quantization = mode | {prefix + name: sizes for name, sizes in overrides.items()}
+    plain = publish(tmp_path, config, naming, quantize=choose, quantization=quantization)
+    model = check(tmp_path, plain)
+    first, second = model.layers[0].self_attn.q_proj, model.layers[1].mlp.down_proj
+    assert (first.mode, first.bits, second.mode, second.bits) == ("affine", 4, "affine", 8)
+    assert "biases" in first and "biases" in second and not hasattr(model.layers[2].self_attn.o_proj, "bits")
+    others = [one for layer in model.layers for one in (layer.self_attn.q_proj, layer.mlp.up_proj) if one is not first]
+    assert all(one.mode == mode["mode"] and "biases" not in one for one in others) and len(others) == 11
 
 
 def test_router_in_bf16_or_eight_bits(tmp_path: Path) -> None:

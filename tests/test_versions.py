@@ -1,15 +1,22 @@
 """The supported range of MLX and mlx-lm: stated once more in code than in pyproject.toml, and checked (B64)."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
+import toys
+from comparing import Hooked, assert_same, file_of
+from mlx_lm.models import gemma4_text
 
-from straightline.runtime import versions
+from straightline.runtime import HiddenTap, specialize, versions
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
@@ -70,3 +77,48 @@ def test_an_import_is_refused_as_imports_are(module: str, another_mlx_lm: dict[s
         [sys.executable, "-c", program], env=another_mlx_lm, capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{SENTENCE}\n", "")
+
+
+def newer_loop() -> Any:
+    """The inner model of an mlx-lm whose loop gives its layers one more keyword."""
+    source = textwrap.dedent(inspect.getsource(gemma4_text.Gemma4TextModel.__call__))
+    newer = source.replace("offset=offset,", "offset=offset, gain=0.5,")
+    assert newer != source
+    scope = dict(vars(gemma4_text))
+    exec(newer, scope)
+    return type("NewerModel", (gemma4_text.Gemma4TextModel,), {"__call__": scope["__call__"]})
+
+
+class NewerLayer(gemma4_text.DecoderLayer):  # type: ignore[misc]
+    """A stub layer with one more keyword, that counts."""
+
+    def __call__(self, x: mx.array, *arguments: Any, gain: float = 0.9, **named: Any) -> Any:
+        hidden, *rest = super().__call__(x, *arguments, **named)
+        return (hidden * gain, *rest)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("replaced", "reason"),
+    [
+        ("a layer", r"layers\.1 is test_versions\.NewerLayer; the file expects DecoderLayer"),
+        ("the loop", r"model is test_versions\.NewerModel; the file expects Gemma4TextModel"),
+    ],
+)
+def test_one_more_keyword_than_the_file_knows(replaced: str, reason: str, cached: bool) -> None:
+    """B64: as the changed mlx-lm's own code, with taps too, and the reason; never an unexpected keyword."""
+    base, other = toys.build(toys.E6), toys.build(toys.E6)
+    for one in (base, other):
+        for layer in one.layers[1:2] if replaced == "a layer" else one.layers:
+            layer.__class__ = NewerLayer
+        if replaced == "the loop":
+            one.model.__class__ = newer_loop()
+    model, plain = specialize(base, file_of(toys.E6)), Hooked(other)
+    tap = HiddenTap(range(-1, 7))
+    caches = (model.make_cache(), other.make_cache()) if cached else (None, None)
+    for length in (9, 1):
+        ids = toys.tokens(1, length)
+        assert_same(model(ids, cache=caches[0], tap=tap), plain(ids, cache=caches[1]), "logits")
+        assert_same(dict(sorted(tap.captured.items())), dict(sorted(plain.rows.items())), "taps")
+    assert re.fullmatch(reason, model.dispatch.reason)
+    assert model.dispatch.counts == {"generated": 0, "monolith": 2}
