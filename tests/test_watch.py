@@ -410,7 +410,7 @@ def test_deepcopy_while_training() -> None:
 
 @pytest.mark.parametrize("outer", [False, True])
 def test_pickle(outer: bool, tmp_path: Path) -> None:
-    """As plain mlx-lm models do; what comes out is specialized, binds anew and is apart. The user's file goes by path."""
+    """As plain mlx-lm models do; what comes out is specialized, binds anew and is apart. A user's file goes by path."""
     plain = toys.build(toys.E6, quantize=FOUR_BIT, outer=outer)
     (tmp_path / "mine.py").write_text(generate(toys.E6, "mine"))
     model = specialize(
