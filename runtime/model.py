@@ -187,7 +187,7 @@ class Specialized(Watched):
 
 def _unpickled(
     kind: type[Specialized], path: str | None, options: Options, storage: tuple[Spec, int] | None
-) -> Specialized:
+) -> Any:
     """Without its weights yet. Raises StraightlineError if the file at `path` is gone."""
     options = replace(options, module=None if path is None else load_generated(path))
     return _with_own(kind.__new__(kind), options, storage)
