@@ -294,9 +294,10 @@ class Ask:
         return text
 
     def stop(self) -> list[str]:
-        """What it says at the end of the models that served."""
+        """What it says at the end of the models that served. An interrupt is how it is meant to end."""
         self.process.send_signal(signal.SIGINT)
         _, errors = self.process.communicate(timeout=30)
+        assert (self.process.returncode, "terminate called" in errors) == (0, False), errors
         return reports_in(errors)
 
 

@@ -2,12 +2,15 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StraightlineError
 from .loader import BEYOND, Loader, replaced, specialized, split
+
+ENDING = 0.1  # seconds; a thread takes far less
 
 
 def run(arguments: list[str]) -> int:
@@ -78,3 +81,5 @@ def _adapted(program: Any) -> Iterator[None]:
     finally:
         for one in generators:
             one.stop_and_join()  # or a port that is taken would leave its thread behind, and the process with it
+        # A thread's end takes Python's lock once more, to let go of MLX's random state; without it the process aborts.
+        time.sleep(ENDING)
