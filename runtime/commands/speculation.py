@@ -7,7 +7,7 @@ with or without a draft model, it ends at a prompt that its kept caches have see
 
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
 from ..errors import StraightlineError
 from ..kv import QuantizedRollbackCache, SlidingRollbackCache, make_cache
@@ -36,6 +36,8 @@ class KeptCaches(LRUPromptCache):  # type: ignore[misc]
                 rest = tokens[-1:]
         except StraightlineError:  # the nearest would have to take back more than it can
             return None, tokens
+        if caches is not None and _speculative(caches) and not can_trim_prompt_cache(caches):
+            return None, tokens  # all that can be taken back is: mlx-lm's speculation refuses these
         return caches, rest
 
     def insert_cache(self, model: Any, tokens: list[Any], prompt_cache: list[Any], **named: Any) -> None:
