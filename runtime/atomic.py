@@ -21,7 +21,8 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(written, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which
+        # A full disk does not say which; a folder of that name would be said of the file beside it.
+        error.filename = str(path)
         raise
     finally:
         written.unlink(missing_ok=True)

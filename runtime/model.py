@@ -185,9 +185,7 @@ class Specialized(Watched):
         return (_unpickled, how, {key: value for key, value in state.items() if key not in _OWN}, *rest)
 
 
-def _unpickled(
-    kind: type[Specialized], path: str | None, options: Options, storage: tuple[Spec, int] | None
-) -> Any:
+def _unpickled(kind: type[Specialized], path: str | None, options: Options, storage: tuple[Spec, int] | None) -> Any:
     """Without its weights yet. Raises StraightlineError if the file at `path` is gone."""
     options = replace(options, module=None if path is None else load_generated(path))
     return _with_own(kind.__new__(kind), options, storage)

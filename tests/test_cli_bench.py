@@ -161,7 +161,7 @@ def test_auto_needs_a_kv_config(checkpoint: str, capsys: pytest.CaptureFixture[s
             ["x", "--loop", "--kv-bits", "8"],
             "--loop goes with plain K/V; mlx-lm's loop has no others for sliding layers",
         ),
-        (["x", "--context", "a"], "argument --context: invalid indices value: 'a'"),
+        (["x", "--context", "a"], "argument --context: 'a'; expected whole numbers, each once, such as 5,17,48"),
         (["x", "--kv-bits", "8", "--kv-config", "f"], "argument --kv-config: not allowed with argument --kv-bits"),
     ],
 )

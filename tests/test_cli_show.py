@@ -85,3 +85,20 @@ def test_json_and_a_kv_config_of_ones_own(tmp_path: Path, capsys: pytest.Capture
 def test_unknown_taps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gemma4-e4b", "--taps", "43"]) == 1
     assert capsys.readouterr().err == "error: --taps has 43; expected -1 to 42\n"
+
+
+@pytest.mark.parametrize("wrong", ["a", "1,1", "", "1,", "1.5"])
+def test_indices_that_are_none(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["show", "gemma4-e4b", "--taps", wrong])
+    assert stopped.value.code == 2
+    said = f"error: argument --taps: {wrong!r}; expected whole numbers, each once, such as 5,17,48"
+    assert capsys.readouterr().err == f"{said} (see straightline show --help)\n"
+
+
+def test_a_folder_in_the_place_of_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names what was asked for, and nothing is left beside it."""
+    (tmp_path / "there").mkdir()
+    assert main(["show", "gemma4-e4b", "--svg", str(tmp_path / "there")]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'there'}: Is a directory\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["there"]

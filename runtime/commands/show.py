@@ -28,10 +28,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def indices(text: str) -> tuple[int, ...]:
-    """ "5,17,48" as numbers. argparse makes a usage error of ValueError."""
-    found = tuple(int(part) for part in text.split(","))
-    if len(set(found)) < len(found):
-        raise ValueError("an index is there twice")
+    """ "5,17,48" as numbers. Of argparse's error it makes a usage error."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected whole numbers, each once, such as 5,17,48")
     return found
 
 
