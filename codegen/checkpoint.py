@@ -1,14 +1,16 @@
 """The tensors of a checkpoint's folder: names and shapes. Reads headers, never weights."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from .config import read_file
-from .errors import SpecError, show
+from .errors import SpecError, listing, show
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SHARDS = "model*.safetensors"  # the files that mlx-lm loads
+POINTER = b"version https://git-lfs"
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, Shape | None]  # None: only an index names the tensor
@@ -33,9 +35,31 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def refuse_special(path: Path) -> None:
-    """Raises SpecError for a pipe or a device, which may never end, or never begin."""
+    """Raises SpecError for a pipe or a device, which may never end, or never begin, and for a Git LFS pointer."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise SpecError(f"{path.name}: is a pipe or a device; expected a safetensors file")
+    refuse_pointer(path)
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises SpecError for what `git clone` leaves in the place of a large file where Git LFS is not installed."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise SpecError(f"{path.name}: is a Git LFS pointer; expected the file itself: git lfs pull")
+
+
+def absent_shards(folder: Path) -> str:
+    """A sentence about the files that the index names and the folder lacks; empty if it has them, or no good index."""
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""  # mlx-lm does without an index too
+    here = {path.name for path in folder.iterdir()}
+    absent = sorted(show(name)[1:-1] for name in names if isinstance(name, str) and name not in here)
+    verb = "is" if len(absent) == 1 else "are"
+    return f"{listing(absent)} {verb} absent; expected every file that {INDEX} names" if absent else ""
 
 
 def _indexed(path: Path, present: set[str]) -> dict[str, None]:

@@ -4,7 +4,6 @@ Three things that mlx-lm 0.32.2 cannot load are put right on the way in, in memo
 the newer layout of, names under another program's prefix, and an lm_head tensor beside a tied embedding.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import mlx.core as mx
 from mlx_lm import utils
 from mlx_lm.models import gemma4, gemma4_text
 
-from ..codegen.checkpoint import INDEX, SHARDS, read_tensors, refuse_special
+from ..codegen.checkpoint import SHARDS, absent_shards, read_tensors, refuse_pointer, refuse_special
 from ..codegen.config import FLAT, NESTED, read_config, read_file
-from ..codegen.errors import SpecError, listing, show
+from ..codegen.errors import SpecError, show
 from ..codegen.spec import Attention, Spec
+from ..codegen.target import target_names
 from ..codegen.tensors import OTHER_TOWERS, canonical, check_tensors, quantization_modes
 from .errors import StraightlineError
 from .kv.chosen import chosen_storage
@@ -71,6 +71,11 @@ def load(
 
 def find_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint, from the hub if it is not here. Raises StraightlineError."""
+    if str(path_or_hf_repo) in target_names() and not Path(path_or_hf_repo).exists():
+        raise StraightlineError(
+            f"{path_or_hf_repo}: is the name of an architecture, which has no weights; expected a folder or a hub id "
+            f"(or `straightline verify --random {path_or_hf_repo}`)"
+        )
     try:
         return Path(utils._download(str(path_or_hf_repo), revision=revision))
     except (OSError, ValueError) as error:
@@ -83,6 +88,11 @@ def _expect_tokenizer(folder: Path) -> None:
     """Before the weights are read, which may take minutes. Where those are absent, that is what will be said."""
     if any(folder.glob(SHARDS)) and not any((folder / name).exists() for name in TOKENIZERS):
         raise StraightlineError(f"{folder}: has no tokenizer; expected {TOKENIZERS[0]} beside config.json")
+    try:
+        for name in TOKENIZERS:
+            refuse_pointer(folder / name)
+    except SpecError as error:
+        raise StraightlineError(_in(folder, error)) from None
 
 
 def _load_tokenizer(folder: Path, tokenizer_config: dict[str, Any], eos_token_ids: Any) -> Any:
@@ -141,23 +151,17 @@ def _why_not(folder: Path, config: Mapping[str, Any], error: Exception) -> str:
     """What is wrong with the checkpoint, as far as its config and the names and shapes of its tensors tell."""
     try:
         spec = read_config(config)
-        absent = _absent_shards(folder)
+        absent = absent_shards(folder)
         if absent:
-            verb = "is" if len(absent) == 1 else "are"
-            return f"{folder}: {listing(absent)} {verb} absent; expected every file that {INDEX} names"
-        check_tensors(spec, read_tensors(folder), quantization_modes(config))
+            return f"{folder}: {absent}"
+        tensors = read_tensors(folder)
+        check_tensors(spec, tensors, quantization_modes(config))
     except SpecError as better:
         return _in(folder, better)
+    packed = next((canonical(name) for name in tensors if name.endswith(".scales")), "")
+    if packed and not config.get("quantization") and not config.get("quantization_config"):
+        return f"{folder}: config.json has no quantization, but {packed} is there; expected its group_size and bits"
     return f"{folder}: mlx-lm cannot load it: {_sentence(error)}"
-
-
-def _absent_shards(folder: Path) -> list[str]:
-    try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # mlx-lm does without an index too
-    here = {path.name for path in folder.iterdir()}
-    return sorted(show(name)[1:-1] for name in names if isinstance(name, str) and name not in here)
 
 
 def _in(folder: Path, error: SpecError) -> str:

@@ -202,6 +202,16 @@ def test_explain_sees_a_shard_that_is_cut(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("error: model.safetensors: cannot be read (")
 
 
+def test_explain_names_the_shard_that_is_absent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints.publish(tmp_path, toys.D6, shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    assert main(["explain", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["served"] and found["checkpoint_fault"] == (
+        "model-00002-of-00003.safetensors is absent; expected every file that model.safetensors.index.json names"
+    )
+
+
 def test_explain_says_what_is_wrong_with_the_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def drop(weights: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in weights.items() if name != "model.norm.weight"}

@@ -433,6 +433,31 @@ def test_weights_that_are_a_pipe(tmp_path: Path) -> None:
     assert refused(tmp_path) == "FOLDER: model.safetensors: is a pipe or a device; expected a safetensors file"
 
 
+def test_a_git_lfs_pointer(tmp_path: Path) -> None:
+    """What `git clone` leaves without Git LFS, of the weights and of the tokenizer."""
+    publish(tmp_path, toys.D6)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 1234\n")
+        assert refused(tmp_path) == f"FOLDER: {name}: is a Git LFS pointer; expected the file itself: git lfs pull"
+
+
+def test_packed_weights_and_no_quantization(tmp_path: Path) -> None:
+    publish(tmp_path, toys.D6, MLX, quantize=FOUR_BIT)
+    said = "config.json has no quantization, but embed_tokens.scales is there; expected its group_size and bits"
+    assert refused(tmp_path) == f"FOLDER: {said}"
+
+
+@pytest.mark.parametrize("name", ["gemma4-e4b", "gemma4-12b-optiq"])
+def test_the_name_of_an_architecture(name: str) -> None:
+    """As `explain` and `show` take it. Said at once, without asking the hub."""
+    with pytest.raises(StraightlineError) as caught:
+        load(name)
+    assert str(caught.value) == (
+        f"{name}: is the name of an architecture, which has no weights; expected a folder or a hub id "
+        f"(or `straightline verify --random {name}`)"
+    )
+
+
 def test_no_such_folder() -> None:
     with pytest.raises(StraightlineError, match=r"^/no/such/folder: is no folder here and cannot be had from the hub"):
         load("/no/such/folder")

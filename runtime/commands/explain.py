@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+from ...codegen.checkpoint import absent_shards
 from ...codegen.errors import SpecError
 from ...codegen.show import layer_table
 from ...codegen.tensors import check_tensors, quantization_modes
@@ -69,6 +70,9 @@ def _tensors(subject: Subject, headers: dict[str, Header]) -> tuple[list[str], s
     """Notes on the checkpoint's tensors, and what is wrong with them."""
     if not headers:
         return (["no weights are here; only config.json was read"] if subject.folder else []), ""
+    absent = absent_shards(subject.folder) if subject.folder else ""
+    if absent:
+        return [], absent
     shapes = {name: header.shape for name, header in headers.items()}
     try:
         return list(check_tensors(subject.spec, shapes, quantization_modes(subject.config))), ""
