@@ -125,11 +125,20 @@ class TapRecorder(HiddenTap):
         self.steps.append(rows)
 
     def rows(self, index: int) -> mx.array:
-        """The rows of all forwards at one index, joined along the tokens: [B, tokens, hidden]."""
+        """The rows of all forwards at one index, joined along the tokens: [B, tokens, hidden].
+
+        Raises StraightlineError if there are none, or their batches differ in size.
+        """
         if index not in self.layers:
             raise StraightlineError(f"tapped: {index} was not asked for; expected one of {sorted(self.layers)}")
         if not self.steps:
             raise StraightlineError("tapped: nothing has been run yet; expected a forward inside the context")
+        batches = sorted({step[index].shape[0] for step in self.steps})
+        if len(batches) > 1:
+            raise StraightlineError(
+                f"tapped: the forwards had batches of {', '.join(map(str, batches))}, so no rows of theirs are one text; "
+                "read `steps`"
+            )
         return mx.concatenate([step[index] for step in self.steps], axis=1)
 
 

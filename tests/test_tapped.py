@@ -170,6 +170,20 @@ def test_rows_that_are_not_there() -> None:
         taps.rows(2)
 
 
+def test_rows_of_batches_that_change() -> None:
+    """As in batch_generate: two prompts of other lengths, then one of them alone."""
+    model = pair(toys.D6).model
+    with model.tapped([1]) as taps:
+        model(toys.tokens(2, 3))
+        model(toys.tokens(1, 1))
+    with pytest.raises(StraightlineError) as refused:
+        taps.rows(1)
+    assert str(refused.value) == (
+        "tapped: the forwards had batches of 1, 2, so no rows of theirs are one text; read `steps`"
+    )
+    assert [step[1].shape for step in taps.steps] == [(2, 3, 64), (1, 1, 64)]
+
+
 @pytest.mark.parametrize("name", ["D6", "M6", "E6"])
 def test_steering(name: str) -> None:
     """An edit goes on to the later layers and the logits, and is captured; both paths agree on it bit for bit."""

@@ -42,6 +42,8 @@ def make_cache(
         raise StraightlineError(f"make_cache: rollback is {rollback!r}; expected True or False")
     if type(depth) is not int or not 1 <= depth <= MOST_DEPTH:
         raise StraightlineError(f"make_cache: depth is {depth!r}; expected an integer from 1 to {MOST_DEPTH}")
+    if depth != DEPTH and not rollback:
+        raise StraightlineError(f"make_cache: depth is {depth}, but rollback is False; expected rollback=True with it")
     if not hasattr(model, "make_cache"):
         raise StraightlineError(f"make_cache: model is a {type(model).__name__}; expected an mlx-lm Gemma 4 model")
     caches = _make_cache(model, kv_config, depth if rollback else 0)
