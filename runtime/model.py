@@ -162,6 +162,10 @@ class Specialized(Watched):
         self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
 
+    def __copy__(self) -> Any:
+        """A shallow copy shares every module, and binds by itself."""
+        return _specialized(self, self._options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy binds its own arrays; sharing this one's callables would leave it with ours."""
         plain = plain_model_class(self)

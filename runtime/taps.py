@@ -136,8 +136,8 @@ class TapRecorder(HiddenTap):
         batches = sorted({step[index].shape[0] for step in self.steps})
         if len(batches) > 1:
             raise StraightlineError(
-                f"tapped: the forwards had batches of {', '.join(map(str, batches))}, so no rows of theirs are one text; "
-                "read `steps`"
+                f"tapped: the forwards had batches of {', '.join(map(str, batches))}, "
+                "so no rows of theirs are one text; read `steps`"
             )
         return mx.concatenate([step[index] for step in self.steps], axis=1)
 

@@ -398,6 +398,20 @@ def test_deepcopy_of_a_model_in_a_structure() -> None:
     assert mx.array_equal(first(IDS), model(IDS))
 
 
+def test_copy() -> None:
+    """A shallow copy shares the layers, and has a dispatch record and a head of its own."""
+    models = pair(CONFIGS["untied"])
+    models.served()
+    twin = copy.copy(models.model)
+    assert twin.dispatch.counts == {"generated": 0, "monolith": 0} and twin.dispatch.strict
+    Pair(twin, models.plain).served()
+    twin.layers[0].layer_scalar = models.plain.layers[0].layer_scalar = mx.array([0.1])
+    models.served()
+    twin.lm_head = nn.Linear(64, 97, bias=False)
+    models.served()
+    assert not mx.array_equal(twin(IDS), models.model(IDS))
+
+
 def test_deepcopy_while_training() -> None:
     model = pair(toys.D6).model
     model.train()
