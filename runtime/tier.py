@@ -19,9 +19,6 @@ from .in_place import Lease, over_whole_buffers
 from .kernels import Attention, Call, FastAttention, QKVRope, Site, faster
 from .kernels.fast_check import BOUND, distance, reference
 from .kernels.fast_resolve import resolve_fast
-from .kv.growing import KVCache
-from .kv.quantized import QuantizedGrowingCache, QuantizedRingCache
-from .kv.ring import RotatingKVCache
 from .packed import PackedRows
 from .taps import no_tap
 
@@ -85,21 +82,6 @@ def _storing_packed(call: Call, attention: dict[Quantized, tuple[Call, FastAtten
         return q, PackedRows.of(k, *attend), v
 
     return qkv
-
-
-def packed_caches(caches: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """Empty ones, as a file with quantized K/V expects them."""
-    made: list[Any] = []
-    for kind, window, *stored in caches:
-        ring = kind == "sliding"
-        if stored:
-            bits, group_size = stored
-            made.append(
-                QuantizedRingCache(bits, group_size, window) if ring else QuantizedGrowingCache(bits, group_size)
-            )
-        else:
-            made.append(RotatingKVCache(window) if ring else KVCache())
-    return made
 
 
 def fast_refused(

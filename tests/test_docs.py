@@ -22,7 +22,7 @@ REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_
     "lay",
     "withdraw",
     "_check_decode",
-    "decode_refused",
+    "_refused",
     "fast_refused",
     "refused",
 }

@@ -35,8 +35,9 @@ from straightline.runtime.kernels.fast_launch import by_length, parts_for
 from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
+from straightline.runtime.kv.make import caches_for
 from straightline.runtime.packed import PackedRows
-from straightline.runtime.tier import fast_refused, fast_route, packed_caches
+from straightline.runtime.tier import fast_refused, fast_route
 from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 
@@ -378,7 +379,7 @@ def test_quantized_rows_are_read_as_they_are_stored(monkeypatch: pytest.MonkeyPa
         "full_attention, 4 bits in groups of 64": "fast",
     }
     exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, strict=True)
-    caches, others = packed_caches(file.CACHES), packed_caches(file.CACHES)
+    caches, others = caches_for(file.CACHES), caches_for(file.CACHES)
     assert_same(model(toys.tokens(1, 6), cache=caches), exact(toys.tokens(1, 6), cache=others), "a prompt")
     for step in range(4):
         token = toys.tokens(1, 1, 97, step)
@@ -393,7 +394,7 @@ def test_quantized_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> Non
     file = quantized_file()
     model = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, tier="fast", strict=True)
     (route,), sites = model._bound.routes, sites_of(file)
-    assert fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97) == ""
+    assert fast_refused(model._bound.weights, route, sites, lambda: caches_for(file.CACHES), 97) == ""
     right = route.sites.sliding_qkv
 
     def wrong(*inputs: Any) -> tuple[Any, ...]:
@@ -401,7 +402,7 @@ def test_quantized_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return q, PackedRows.of(k, lambda *rows: noisy(k.attention(*rows)), k.site), v
 
     route = route._replace(sites=SimpleNamespace(**vars(route.sites) | {"sliding_qkv": wrong}))
-    refused = fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97)
+    refused = fast_refused(model._bound.weights, route, sites, lambda: caches_for(file.CACHES), 97)
     assert refused.startswith("its error on this model's own tokens is ")
 
 
