@@ -19,7 +19,7 @@ FUSED_SITES = ("scaled_add",)
 class Target:
     """`name` as the user types it (gemma4-12b), `module` as Python does; `source` and `cure` go into the header.
 
-    fused: elementwise sites of `forward`. sites: those of `decode`, as the spec file states them; None if there is none.
+    fused: elementwise sites of `forward`. sites: those of `decode`, as the spec file states them, or None.
     """
 
     name: str
