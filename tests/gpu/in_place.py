@@ -6,6 +6,7 @@ python3 tests/gpu/in_place.py --sizes e4b,12b,26b --rounds 6 --steps 32
 """
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -134,5 +135,6 @@ for size in options.sizes.split(","):
     except Exception:
         equal = False
         traceback.print_exc(file=sys.stdout)
+    gc.collect()
     mx.clear_cache()
 sys.exit(0 if equal else 1)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs jobs of jobs.txt on a lent GPU machine, one at a time, and brings home what they print, whatever happens:
+#
+#   . /tmp/gpu/unpack.sh; bash tests/gpu/session.sh --commit HASH full_size optiq
+#
+# session.py beside this file says what it does; without a job it lists them.
+. "$(dirname "${BASH_SOURCE[0]}")/path.sh"
+cd "$straightline_root" || exit 2
+exec "${PYTHON:-python3}" tests/gpu/session.py "$@"
