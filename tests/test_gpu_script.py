@@ -116,6 +116,20 @@ def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None
     assert not running(marker)
 
 
+def test_what_a_killed_session_left_is_ended_by_the_next_one(tmp_path: Path) -> None:
+    marker = str(100 + random.random())
+    process = start(tmp_path, f"long 400 echo begun; sleep {marker}\n", "long")
+    while not running(f"sleep {marker}"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait(timeout=30)
+    assert running(marker)
+    lines = start(tmp_path, "next 20 echo done\n", "next").communicate(timeout=60)[0].splitlines()
+    assert lines[0].startswith("ended ") and lines[0].endswith(" processes of an earlier session")
+    assert lines[1].endswith(": done") and not running(marker)
+
+
 def test_an_unknown_job_is_refused_before_any_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         session.main(["verify", "no_such_job"])

@@ -4,7 +4,8 @@ Reads jobs.txt (a line: name, seconds, command). Writes $RESULTS/NAME.txt (by de
 and $OUT/results.tgz, which holds all of $RESULTS and is replaced in one step after each job and every 20 seconds of
 one: a session that is cut brings home what was printed until then. `full_size` stands for full_size.e4b and all else
 that begins so. A job that does not fit before the deadline is left out, and said. No job outlives its limit, nor
-does anything that it started. The exit code is 0 if every job ran and ended with 0.
+does anything that it started; what a session that was killed left running, the next one ends first. The exit code is 0
+if every job ran and ended with 0. Started by session.sh.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 REFRESH = 20.0  # seconds
 GRACE = 5.0  # between the request to end and the end
+TAG = "STRAIGHTLINE_SESSION"  # of all that a session starts: where its results lie, and its process
 CUT = 124  # the exit code of `timeout`
 
 
@@ -51,13 +53,16 @@ class Session:
     def __init__(self, commit: str, started: float, deadline: float) -> None:
         self.started = started
         self.deadline = deadline
-        self.results = Path(os.environ.get("RESULTS", "/tmp/straightline-results"))
+        self.results = Path(os.environ["RESULTS"])
         self.archive = Path(os.environ.get("OUT", "."), "results.tgz")
         self.results.mkdir(parents=True, exist_ok=True)
         self.archive.parent.mkdir(parents=True, exist_ok=True)
         cache = os.environ.get("STRAIGHTLINE_CACHE", "/tmp/straightline-cache")  # kernels are compiled once for all
-        own = {"RESULTS": str(self.results), "COMMIT": commit, "PYTHON": sys.executable, "STRAIGHTLINE_CACHE": cache}
+        own = {"COMMIT": commit, "PYTHON": sys.executable, "STRAIGHTLINE_CACHE": cache}
         self.environment = os.environ | own | {"PYTHONUNBUFFERED": "1"}
+        if left := leftovers(self.environment[TAG]):
+            end(lambda: leftovers(self.environment[TAG]))
+            self._say(f"ended {len(left)} processes of an earlier session")
         self.machine = self._machine(commit)
 
     def run(self, job: Job) -> int:
@@ -123,29 +128,40 @@ def limited(job: Job, file: io.TextIOBase, environment: dict[str, str], meanwhil
                 meanwhile()
         return CUT
     finally:
-        end(process)
+        end(lambda: members(process.pid))
+        process.poll()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """By session and not by group: `timeout`, say, makes a group of its own for what it runs."""
-    for which, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
-        until = time.monotonic() + seconds
-        for one in members(process.pid):
+def end(running: Callable[[], list[int]]) -> None:
+    """Asks all that run to end, then makes them."""
+    for which in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + GRACE
+        for one in running():
             with suppress(ProcessLookupError):
                 os.kill(one, which)
-        while members(process.pid) and time.monotonic() < until:
-            process.poll()  # or it would stay as a zombie
+        while running() and time.monotonic() < until:
             time.sleep(0.05)
-    process.poll()
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that still run."""
+    """The processes of a session that still run. (Not of a group: `timeout` makes one of its own for what it runs.)"""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            state, _, _, its_session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
             if int(its_session) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def leftovers(tag: str) -> list[int]:
+    """The processes of earlier sessions with the same folder of results, themselves included."""
+    mine, folder = f"{TAG}={tag}".encode(), f"{TAG}={tag.rpartition(' ')[0]} ".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            tags = [one for one in path.read_bytes().split(b"\0") if one.startswith(folder)]
+            if tags and mine not in tags:
                 found.append(int(path.parent.name))
     return found
 
