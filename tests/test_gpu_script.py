@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -152,30 +153,30 @@ def test_the_jobs_of_the_next_session() -> None:
 # alternated.py
 
 
-def ratios(slower: float, jitter: float, blocks: int) -> list[float]:
-    """Of blocks on a host that slows down to half its speed; each round has a jitter of its own, some a hiccup."""
-    draw, found, now = random.Random(5), [], 0
-    for block in range(blocks):
-        seconds = [0.0] * 4
-        for which in alternated.order(block):
-            speed = 1 + now / (8 * blocks)
-            hiccup = 3 if draw.random() < 0.03 else 1
-            seconds[which] += speed * hiccup * (1 + draw.gauss(0, jitter)) * (1 + slower * (which == 1))
+def turns_of(slower: float, jitter: float, turns: int) -> list[tuple[float, ...]]:
+    """On a host that slows down to half its speed; each round has a jitter of its own, some a hiccup."""
+    draw, ways, now = random.Random(5), [[0.0] * turns for _ in range(4)], 0
+    for turn in range(turns):
+        for which in alternated.order(turn):
+            speed = 1 + now / (4 * turns)
+            hiccup = 3 if draw.random() < 0.05 else 1
+            ways[which][turn] = speed * hiccup * (1 + draw.gauss(0, jitter)) * (1 + slower * (which == 1))
             now += 1
-        found.append(2 * seconds[1] / (seconds[0] + seconds[3]) - 1)
-    return found
+    return alternated.slower(ways[1], [ways[0], ways[3]])
 
 
-def test_a_steady_drift_adds_nothing() -> None:
-    for block in (0, 1):
-        places = [[at for at, which in enumerate(alternated.order(block)) if which == way] for way in range(4)]
-        assert [sum(one) for one in places] == [7] * 4
+def test_four_turns_are_fair() -> None:
+    """Each way has each place once and follows each other way once."""
+    turns = [alternated.order(number) for number in range(4)]
+    assert [sorted(column) for column in zip(*turns, strict=True)] == [[0, 1, 2, 3]] * 4
+    pairs = [pair for turn in turns for pair in pairwise(turn)]
+    assert sorted(pairs) == [(one, other) for one in range(4) for other in range(4) if one != other]
 
 
 def test_an_interval_holds_the_difference_and_is_narrow() -> None:
     for slower in (0.0, 0.005, 0.02):
-        found = alternated.interval(ratios(slower, 0.02, 300))
+        found = alternated.interval(turns_of(slower, 0.02, 400))
         assert found.low <= slower <= found.high and found.half < 0.004
-    assert alternated.interval(ratios(0.02, 0.02, 300)).low > 0.01
-    assert alternated.interval(ratios(0.0, 0.2, 20)).half > 0.01  # too little is known, and it says so
-    assert alternated.interval([3.0]) == (3.0, 3.0, 3.0)
+    assert alternated.interval(turns_of(0.02, 0.02, 400)).low > 0.01
+    assert alternated.interval(turns_of(0.0, 0.2, 20)).half > 0.01  # too little is known, and it says so
+    assert alternated.interval([(3.0,)]) == (3.0, 3.0, 3.0)

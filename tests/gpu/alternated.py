@@ -1,15 +1,17 @@
 """A small difference in time between ways that take turns. Pure.
 
-A block is eight rounds of four ways in a mirrored order, so that a host that slows down or speeds up steadily adds the
-same to each of them. A ratio a block, the median of the ratios, and an interval for that median by bootstrap.
+A turn is one short round of each of four ways. Over four turns each way has had each place once, so that a host that
+slows down or speeds up steadily adds the same to all; and each has followed each other one once, for what a way may
+leave behind. Compared are single rounds of one turn: where two ways are alike, either is as likely to be the slower
+one, hiccups or not. The median of the ratios, and an interval for it by bootstrap.
 """
 
 import random
 import statistics
+from itertools import chain
 from typing import NamedTuple
 
-# Positions of the base, the first and the second way, the base again. Each way's two positions have the same mean.
-ORDERS = ((0, 1, 3, 2, 2, 3, 1, 0), (3, 2, 0, 1, 1, 0, 2, 3))
+TURNS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 CONFIDENCE = 0.95
 
 
@@ -25,14 +27,26 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def order(block: int) -> tuple[int, ...]:
-    """Which of the four ways has each of the block's rounds: the neighbours change from block to block."""
-    return ORDERS[block % 2]
+def order(turn: int) -> tuple[int, ...]:
+    """Of the four ways in this turn."""
+    return TURNS[turn % 4]
 
 
-def interval(numbers: list[float], samples: int = 1000) -> Interval:
-    """Of the median, by the percentiles of the medians of samples drawn with replacement. The same at every call."""
+def slower(way: list[float], bases: list[list[float]]) -> list[tuple[float, ...]]:
+    """By what share a way is slower than each of the bases, turn by turn. All: seconds of the rounds."""
+    return [
+        tuple(mine / theirs - 1 for theirs in others)
+        for mine, others in zip(way, zip(*bases, strict=True), strict=True)
+    ]
+
+
+def interval(turns: list[tuple[float, ...]], samples: int = 1000) -> Interval:
+    """Of the median of all numbers, by the medians of samples of turns drawn with replacement. No chance in it."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(numbers, k=len(numbers))) for _ in range(samples))
+    medians = sorted(median(draw.choices(turns, k=len(turns))) for _ in range(samples))
     tail = round(samples * (1 - CONFIDENCE) / 2)
-    return Interval(medians[tail], statistics.median(numbers), medians[-1 - tail])
+    return Interval(medians[tail], median(turns), medians[-1 - tail])
+
+
+def median(turns: list[tuple[float, ...]]) -> float:
+    return statistics.median(chain.from_iterable(turns))

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
-from alternated import Interval, interval, order
+from alternated import Interval, interval, order, slower
 from full_size import config_of
 from machine import describe
 
@@ -36,7 +36,7 @@ Call = Callable[[mx.array], tuple[mx.array, Rows]]
 SECOND = 1e6
 BASE, TAPPED, CONTROL = "no tap", ("HiddenTap each", "model.tapped"), "no tap, again"
 BOUND = 0.01  # by which decoding may slow down
-WARM_UP, FEWEST, CHECK_EVERY = 3, 40, 20  # blocks
+WARM_UP, FEWEST, CHECK_EVERY = 8, 80, 60  # turns
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -244,54 +244,50 @@ class Way:
         mx.async_eval(following, *rows.values())
         return following, spent
 
-    def two(self, block: int, of: list[float]) -> float:
-        """The sum of its two rounds of a block."""
-        return of[2 * block] + of[2 * block + 1]
-
 
 def decode(model: Any, layers: tuple[int, ...], vocabulary: int, options: argparse.Namespace) -> list[str]:
-    """Blocks of short rounds in mirrored order (alternated.py), until each interval is narrow or the time is up."""
+    """Short rounds that take turns (alternated.py), until the answer is known well enough or the time is up."""
     ways = ways_of(model, layers, ids_of(options.context, vocabulary))
     token = mx.array([[23 % vocabulary]])
-    for block in range(WARM_UP):
-        run_block(ways, block, token, options.tokens)
+    for number in range(WARM_UP):
+        turn(ways, number, token, options.tokens)
     for way in ways.values():
         way.seconds.clear()
         way.builds.clear()
     gc.collect()
     gc.freeze()  # what is there now need not be looked at before each round
-    start, done, slower = time.perf_counter(), 0, {}
+    start, done, found = time.perf_counter(), 0, {}
     while True:
-        run_block(ways, done, token, options.tokens)
+        turn(ways, done, token, options.tokens)
         done += 1
         late = time.perf_counter() - start > options.seconds
         if done % CHECK_EVERY == 0 or late:
-            slower = {name: interval(compared(ways, name, done)) for name in (*TAPPED, CONTROL)}
-            found = ", ".join(f"{name} {one.median:+.2%} +- {one.half:.2%}" for name, one in slower.items())
-            print(f"   {done} blocks: {found}", flush=True)  # who is cut still tells something
-            if late or (done >= FEWEST and known(slower, options.within / 100)):
+            found = {name: compared(ways, name) for name in (*TAPPED, CONTROL)}
+            shown = ", ".join(f"{name} {one.median:+.2%} +- {one.half:.2%}" for name, one in found.items())
+            print(f"   {done} turns: {shown}", flush=True)  # who is cut still tells something
+            if late or (done >= FEWEST and known(found, options.within / 100)):
                 break
     gc.unfreeze()
     spent = time.perf_counter() - start
     why = "when its time was up" if late else f"with all intervals within {options.within} %"
-    print(f"{done} blocks of 8 rounds of {options.tokens} tokens after {options.context} tokens and {WARM_UP} blocks")
-    print(f"ended after {spent:.0f} s, {why}; medians of the blocks, with 95 % intervals", flush=True)
+    print(f"{done} turns, {options.tokens} tokens a way in each, after {options.context} tokens and {WARM_UP} turns")
+    print(f"ended after {spent:.0f} s, {why}; medians of the turns, with 95 % intervals", flush=True)
     for name, way in ways.items():
-        print(told(name, way, ways[BASE], slower.get(name), done, options.tokens), flush=True)
+        print(told(name, way, ways[BASE], found.get(name), options.tokens), flush=True)
     wrong = [f"decode: {name} chose other tokens" for name, way in ways.items() if way.chosen != ways[BASE].chosen]
-    return wrong + [found for name in TAPPED if (found := verdict(name, slower[name], done, options.strict))]
+    return wrong + [one for name in TAPPED if (one := verdict(name, found[name], done, options.strict))]
 
 
-def known(slower: dict[str, Interval], within: float) -> bool:
+def known(found: dict[str, Interval], within: float) -> bool:
     """All intervals are narrow, and the bound lies outside of the tapped ones."""
-    apart = all(not slower[name].low <= BOUND <= slower[name].high for name in TAPPED)
-    return apart and max(one.half for one in slower.values()) < within
+    apart = all(not found[name].low <= BOUND <= found[name].high for name in TAPPED)
+    return apart and max(one.half for one in found.values()) < within
 
 
-def run_block(ways: dict[str, Way], block: int, token: mx.array, tokens: int) -> None:
+def turn(ways: dict[str, Way], number: int, token: mx.array, tokens: int) -> None:
     """Python's collector is off in a round, and has run before it."""
     four = list(ways.values())
-    for which in order(block):
+    for which in order(number):
         gc.collect()
         gc.disable()
         try:
@@ -300,41 +296,36 @@ def run_block(ways: dict[str, Way], block: int, token: mx.array, tokens: int) ->
             gc.enable()
 
 
-def compared(ways: dict[str, Way], name: str, blocks: int) -> list[float]:
-    """How much slower than untapped, a share a block. Tapped: than the mean of both untapped ways, their neighbours."""
-    way, base, control = ways[name], ways[BASE], ways[CONTROL]
-    found = []
-    for block in range(blocks):
-        mine, first = way.two(block, way.seconds), base.two(block, base.seconds)
-        second = first if name == CONTROL else control.two(block, control.seconds)
-        found.append(2 * mine / (first + second) - 1)
-    return found
+def compared(ways: dict[str, Way], name: str) -> Interval:
+    """How much slower than untapped; the tapped ways than both untapped ones."""
+    bases = [BASE] if name == CONTROL else [BASE, CONTROL]
+    return interval(slower(ways[name].seconds, [ways[base].seconds for base in bases]))
 
 
-def told(name: str, way: Way, base: Way, slower: Interval | None, blocks: int, tokens: int) -> str:
+def told(name: str, way: Way, base: Way, cost: Interval | None, tokens: int) -> str:
     middle = statistics.median(way.seconds) / tokens
     line = f"{name:<16} {1e3 * middle:7.3f} ms a token (best {1e3 * min(way.seconds) / tokens:.3f})"
-    if slower is None:
+    if cost is None:
         return line
-    builds = [way.two(one, way.builds) - base.two(one, base.builds) for one in range(blocks)]
-    found = f"{slower.median:+.2%} [{slower.low:+.2%} to {slower.high:+.2%}], {SECOND * slower.median * middle:+.0f} us"
-    return f"{line}; {found}, {SECOND * statistics.median(builds) / 2 / tokens:+.1f} us of them to build"
+    build = statistics.median([mine - theirs for mine, theirs in zip(way.builds, base.builds, strict=True)]) / tokens
+    found = f"{cost.median:+.2%} [{cost.low:+.2%} to {cost.high:+.2%}], {SECOND * cost.median * middle:+.0f} us"
+    return f"{line}; {found}, {SECOND * build:+.1f} us of them to build"
 
 
-def verdict(name: str, slower: Interval, blocks: int, strict: bool) -> str:
+def verdict(name: str, cost: Interval, turns: int, strict: bool) -> str:
     """Prints whether the bound is shown; what is outside of it, or empty."""
     claim = f"{name} slows decoding by less than {BOUND:.0%}"
-    if blocks < FEWEST or slower.low < BOUND <= slower.high:
-        print(f"{claim}: neither shown nor refuted, {blocks} blocks, at most {slower.high:+.2%}")
+    if turns < FEWEST or cost.low < BOUND <= cost.high:
+        print(f"{claim}: neither shown nor refuted, {turns} turns, at most {cost.high:+.2%}")
         return f"decode: {name}: not shown" if strict else ""
-    if slower.high < BOUND:
-        print(f"{claim}: shown, at most {slower.high:+.2%}")
+    if cost.high < BOUND:
+        print(f"{claim}: shown, at most {cost.high:+.2%}")
         return ""
-    return f"decode: {name} slows by {slower.median:+.2%}, at least {slower.low:+.2%}; expected less than {BOUND:.0%}"
+    return f"decode: {name} slows by {cost.median:+.2%}, at least {cost.low:+.2%}; expected less than {BOUND:.0%}"
 
 
 def ways_of(model: Any, layers: tuple[int, ...], prompt: mx.array) -> dict[str, Way]:
-    """In the order that alternated.py's positions mean."""
+    """Four, each with caches of its own that hold the prompt."""
 
     def bare() -> Call:
         caches = filled(model, prompt)
