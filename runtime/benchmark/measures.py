@@ -54,8 +54,8 @@ def graph_of(outputs: list[mx.array]) -> Graph:
     text = io.StringIO()
     mx.export_to_dot(text, *outputs)
     # A compiled function is one primitive, named after all that it holds; some names are followed by a dtype.
-    names = re.findall(r'label\s*=\s*"(\w+)[^"]*",\s*shape\s*=\s*rectangle', text.getvalue())
-    return Graph(len(names), sum(name not in VIEWS for name in names))
+    labels = re.findall(r'label\s*=\s*"([^"]*)",\s*shape\s*=\s*rectangle', text.getvalue())
+    return Graph(len(labels), sum(label.partition(" ")[0] not in VIEWS for label in labels))
 
 
 def bandwidth() -> tuple[float, str]:

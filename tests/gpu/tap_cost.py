@@ -125,7 +125,7 @@ def memory(model: Any, layers: tuple[int, ...], text: dict[str, Any], options: a
     """Peak of one forward over a prompt, and of mlx-lm's chunks; then what is held when only the rows are kept.
 
     A GPU frees what it has finished with, so the peak depends on how far the host is ahead: the least of some runs in
-    turn is what a prompt needs.
+    turn is what a prompt needs. jobs.txt has settings under which a host should not be ahead at all (not tried yet).
     """
     wrong = []
     ids = ids_of(options.prompt, text["vocab_size"])
