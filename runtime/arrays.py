@@ -23,6 +23,11 @@ def copied(array: mx.array) -> mx.array:
     return copy
 
 
+def raw_bytes(array: mx.array) -> bytes:
+    """In row-major order. Contiguous before it leaves MLX, so that no strides are left to the reader."""
+    return bytes(memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8)))
+
+
 def dtype_name(dtype: mx.Dtype) -> str:
     """ "bfloat16", without the module that it is of."""
     return str(dtype).rpartition(".")[2]
