@@ -27,7 +27,7 @@ def through_a_list(rows: mx.array) -> mx.array:
 
 
 def main() -> int:
-    print(*(f"{key}: {value}" for key, value in describe().items()), sep="\n", flush=True)
+    print(*(f"{key}: {value}" for key, value in describe(None).items()), sep="\n", flush=True)
     wrong = 0
     for shape in SHAPES:
         for dtype in (mx.bfloat16, mx.float32):
