@@ -60,12 +60,22 @@ def resolved(
         alone can do is used either way.
     """
     backend = detect()
-    kernels = backend.name == "cuda" if kernels is None else kernels
+    kernels = _allowed(kernels, backend)
     wanted = [(site, dtype, backend, kernels) for site in sites]
     fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
     for one in _shown(fresh, backend) if progress and kernels else fresh:
         _resolve(one)
     return tuple(_resolve(one) for one in wanted)
+
+
+def chosen(site: Site, dtype: mx.Dtype, kernels: bool | None) -> Resolved | None:
+    """What `resolved` has chosen in this process; None if it was not asked for this."""
+    backend = detect()
+    return _resolved.get((site, dtype, backend, _allowed(kernels, backend)))
+
+
+def _allowed(kernels: bool | None, backend: Backend) -> bool:
+    return backend.name == "cuda" if kernels is None else kernels
 
 
 def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
@@ -79,8 +89,11 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
 
 
 def report() -> dict[Site, tuple[str, str]]:
-    """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason)."""
-    return {site: (found.state, found.reason) for (site, *_), found in _resolved.items()}
+    """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason).
+
+    Of a site asked for in several ways (another dtype, without kernels) the last; `states.running` is of one model.
+    """
+    return {site: (found.state, found.reason) for (site, *_), found in list(_resolved.items())}
 
 
 def forget() -> None:
