@@ -93,9 +93,8 @@ def generate_step(
         quantize=None if kv_bits is None else (quantized_kv_start, kv_group_size, kv_bits),
         steps=steps,
     )
-    if overlap and loop.may_overlap():
-        loop.dispatcher = Overlapped()
-    return loop.run(tokens, max_tokens, prefill_step_size, prompt_progress_callback or (lambda *_: None))
+    progress = prompt_progress_callback or (lambda *_: None)
+    return loop.run(tokens, max_tokens, prefill_step_size, progress, overlap and loop.may_overlap())
 
 
 def one_prompt(prompt: Any) -> mx.array:
@@ -172,8 +171,13 @@ class _Loop:
             and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in self.processors)
         )
 
-    def run(self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress) -> Iterator[tuple[int, mx.array]]:
+    def run(
+        self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress, overlap: bool
+    ) -> Iterator[tuple[int, mx.array]]:
         try:
+            if overlap:
+                # Not before: whoever never asks for a token gives no stream back.
+                self.dispatcher = Overlapped()
             last = self._prefill(prompt, chunk, progress)
             # Handed over here: what the device has to load at first, it loads in this thread.
             self._advance(last, Inline())
