@@ -18,9 +18,10 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Calls whose text arguments are, or become, messages to a user.
 RAISERS = {"StraightlineError", "SpecError", "ImportError", "usage_error", "error", "Unsupported", "Fast"}
 # Functions that return a message, or nothing.
-REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
-    "lay",
-    "withdraw",
+REASONERS = {"refuse", "mixed_layouts", "usage_error", "_choose", "_checked_form", "detect", "lay"} | {
+    "judge",
+    "_compared",
+    "_measured",
     "_check_decode",
     "_refused",
     "fast_refused",

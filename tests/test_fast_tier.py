@@ -27,7 +27,16 @@ from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
 from straightline.runtime.in_place import InPlace, lease_of
 from straightline.runtime.in_place.sites import _into
-from straightline.runtime.kernels import Attention, FastAttention, QKVRope, QKVRopeInto, fast_resolve, memory, sites_of
+from straightline.runtime.kernels import (
+    Attention,
+    FastAttention,
+    QKVRope,
+    QKVRopeInto,
+    fast_resolve,
+    judge,
+    memory,
+    sites_of,
+)
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.fast import CLUSTER, MERGED, Cut
 from straightline.runtime.kernels.fast_check import BOUND, Errors, distance, errors, reference
@@ -232,7 +241,7 @@ def test_outside_the_bound_the_exact_form_runs(monkeypatch: pytest.MonkeyPatch) 
     assert found.reason.startswith("its error over 1 rows is ") and found.reason.endswith(", above the bound 3.9e-03")
     fast_resolve.forget()
     again = use(monkeypatch)  # another process: what was found is remembered
-    assert resolve_fast(BIG) == found and again.made == []
+    assert resolve_fast(BIG) == fast_resolve.Fast(None, f"{found.reason} (found earlier)") and again.made == []
 
 
 def test_without_clusters_two_launches_serve_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +265,9 @@ def test_a_kernel_that_kills_two_processes_is_off(monkeypatch: pytest.MonkeyPatc
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     dead = Finding("checking", deaths=1, process=gone.pid, host=memory.checking().host)
-    monkeypatch.setattr(fast_resolve, "recall", lambda name: dead)
+    monkeypatch.setattr(judge, "recall", lambda name: dead)
     use(monkeypatch)
-    assert resolve_fast(BIG) == fast_resolve.Fast(None, "two processes died while they checked it")
+    assert resolve_fast(BIG) == fast_resolve.Fast(None, "two processes died while they checked it (found earlier)")
 
 
 def test_other_sizes_dtypes_and_devices_are_exact_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
