@@ -1,22 +1,12 @@
 """The command line of codegen, which ./regen.sh starts. Exit code 1: a failed check or a refused input; 2: usage."""
 
 import argparse
-import io
-import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from .command import Parser, exit_code, print_anything
 from .errors import SpecError
 from .target import Target
-
-INTERRUPTED = 128 + 2
-BROKEN_PIPE = 128 + 13
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> Parser:
@@ -103,26 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
     fault = usage_error(options)
     if fault:
         command.error(fault)
-    try:
-        code = run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, a pager) has seen enough; Python would complain once more when it closes standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 1
-    return code
+    return exit_code(lambda: run(options), SpecError)
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # paths may hold what the terminal cannot show
+    print_anything()
     sys.exit(main())

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from . import upstream
 from .check import compare, orphans, report
+from .checkpoint import CONFIG, read_tensors
+from .config import read_file, read_json
 from .errors import SpecError
 from .target import Target, checkpoint_target, read_target, target_names
+from .tensors import check_tensors, quantization_modes
 from .write import write_files
 
 GENERATED = Path(__file__).parent.parent / "generated"
@@ -58,10 +61,6 @@ def regenerate(targets: tuple[Target, ...], accept_upstream: bool) -> tuple[str,
 
 def from_checkpoint(folder: Path, name: str, kv_config: Path | None = None) -> tuple[Target, tuple[str, ...]]:
     """The target for a checkpoint's folder, checked against its tensors, and what the user should know of them."""
-    from .checkpoint import CONFIG, read_tensors
-    from .config import read_file, read_json
-    from .tensors import check_tensors, quantization_modes
-
     if not folder.is_dir():
         raise SpecError(f"{folder}: is not a folder; expected one with a {CONFIG} and safetensors files")
     config = read_file(folder / CONFIG)

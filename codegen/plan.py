@@ -6,9 +6,10 @@ Decide here, never in the template: if a template needs `and`, the plan lacks a 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
+from .errors import SpecError, show
 from .spec import Attention, Layer, RopeKind, Spec
 from .target import Target
 
@@ -205,6 +206,9 @@ def make_plan(target: Target) -> Plan:
         for name in dict.fromkeys(names)
     }
     cache_of = {layer: position for position, layer in enumerate(spec.owners)}
+    sites = _sites(spec, kinds.values())
+    if target.sites is not None:
+        _check_stated(target.source, target.sites, [site.name for site in sites])
     return Plan(
         source=target.source,
         cure=target.cure,
@@ -234,7 +238,7 @@ def make_plan(target: Target) -> Plan:
             for kind, layer in ((kind, spec.layers[first]) for kind, first in _first_layers(spec).items())
             if layer.rope.kind is RopeKind.PROPORTIONAL
         ),
-        sites=_sites(spec, kinds.values()),
+        sites=sites,
         kinds=tuple(kinds.values()),
         steps=tuple(
             Step(index, kinds[names[index]], _mask_name(layer.attention), cache_of.get(index), layer.kv_source)
@@ -275,6 +279,16 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
     else:
         add("layer_end", "ResidualNorms", size=size, eps=eps, scaled=True, norms=1)
     return tuple(sites.values())
+
+
+def _check_stated(source: str, stated: tuple[str, ...], found: list[str]) -> None:
+    for index, (one, expected) in enumerate(zip_longest(stated, found)):
+        if one != expected:
+            raise SpecError(f"{source}: sites[{index}] is {_or_nothing(one)}; expected {_or_nothing(expected)}")
+
+
+def _or_nothing(name: str | None) -> str:
+    return "nothing" if name is None else show(name)
 
 
 def _roles(spec: Spec) -> tuple[Role, ...]:

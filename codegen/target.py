@@ -17,13 +17,17 @@ FUSED_SITES = ("scaled_add",)
 
 @dataclass(frozen=True)
 class Target:
-    """`name` as the user types it (gemma4-12b), `module` as Python does; `source` and `cure` go into the header."""
+    """`name` as the user types it (gemma4-12b), `module` as Python does; `source` and `cure` go into the header.
+
+    fused: elementwise sites of `forward`. sites: those of `decode`, as the spec file states them, or None.
+    """
 
     name: str
     spec: Spec
     fused: tuple[str, ...]
     source: str
     cure: str
+    sites: tuple[str, ...] | None = None
 
     @property
     def module(self) -> str:
@@ -52,7 +56,7 @@ def read_target(name: str) -> Target:
         stated = Fields(tomllib.loads(path.read_text(encoding="utf-8")), where)
     except (OSError, ValueError) as error:
         raise SpecError(f"{where}: cannot be read ({error}); expected a target's TOML file") from None
-    stated.require(["config", "layers", "sentinel", "taps", "fused"], "each stated")
+    stated.require(["config", "layers", "sentinel", "taps", "fused", "sites"], "each stated")
     config = _beside(stated, "config")
     spec = read_config(read_file(SPECS / config), config)
     if "kv_config" in stated.values:
@@ -64,9 +68,12 @@ def read_target(name: str) -> Target:
     fused = stated.take("fused")
     if not isinstance(fused, list) or any(site not in FUSED_SITES for site in fused) or len(set(fused)) != len(fused):
         raise stated.error("fused", f"a list out of {', '.join(FUSED_SITES)}")
+    sites = stated.take("sites")
+    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites):
+        raise stated.error("sites", "a list of names")
     stated.finish({})
     cure = f"edit that spec or templates/, then run: ./regen.sh {name}"
-    return Target(name, spec, tuple(fused), f"codegen/specs/{path.name}", cure)
+    return Target(name, spec, tuple(fused), f"codegen/specs/{path.name}", cure, tuple(sites))
 
 
 def _beside(stated: Fields, key: str) -> str:

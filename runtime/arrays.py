@@ -1,5 +1,7 @@
 """Arrays as the bits that they are, so that a NaN equals itself and -0.0 differs from 0.0; and the name of a dtype."""
 
+from typing import Any
+
 import mlx.core as mx
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -21,6 +23,12 @@ def copied(array: mx.array) -> mx.array:
     """An array that shares no memory with anything, once it is evaluated."""
     copy: mx.array = (bits(array) | 0).view(array.dtype)
     return copy
+
+
+def raw_bytes(array: mx.array) -> bytes:
+    """In row-major order. Contiguous before it leaves MLX, so that no strides are left to the reader."""
+    whole: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)  # it has the buffer protocol, its stubs do not say so
+    return bytes(memoryview(whole))
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

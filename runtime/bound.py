@@ -8,22 +8,23 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma4_text
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
-from .decode_check import decode_refused, in_place_refused, on_gpu
+from .decode_check import batch_of_one_refused, decode_refused, in_place_refused, on_gpu
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable, run
 from .kernels import QKVRope, Site, resolve_all, sites_of
+from .kv.batch_of_one import as_sequence, batches_again, stand_in
 from .kv.device import packing
+from .kv.make import caches_for
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
-from .tier import States, fast_refused, fast_route, packed_caches
+from .tier import States, fast_refused, fast_route
 from .user_files import find_user_file, make_user_file
 from .watch import changes, watch
 from .weights import bind, floating
@@ -59,7 +60,8 @@ class Earlier(NamedTuple):
     """What one binding passes on to the next: its files, what was found exact with them, and what was not."""
 
     files: tuple[ModuleType, ...] = ()
-    decode_checked: bool = False
+    decode_checked: frozenset[str] = frozenset()
+    batch_checked: bool = False
     in_place_checked: bool = False
     compiled_reason: str = ""
     kernels_reason: str = ""
@@ -72,7 +74,8 @@ class Bound:
     def __init__(self, text: nn.Module, options: Options, earlier: Earlier | None = None) -> None:
         """earlier: what served until the modules changed.
 
-        decode_reason: why `decode` serves no token, or "". in_place_reason: why it never writes in place, or "".
+        decode_reason: why `decode` serves no token, or "". quantized_reason: why it serves none over quantized K/V, or
+        "". batch_reason: why it serves no batch of one, or "". in_place_reason: why it never writes in place, or "".
         compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
@@ -80,6 +83,7 @@ class Bound:
         earlier = earlier or Earlier()
         found = earlier.files
         self.decode_checked = earlier.decode_checked
+        self.batch_checked = earlier.batch_checked
         self.in_place_checked = earlier.in_place_checked
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
@@ -96,7 +100,7 @@ class Bound:
         self.routes: tuple[Route, ...] = ()
         self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
         self.reason = ""
-        self.decode_reason = self.in_place_reason = ""
+        self.decode_reason = self.quantized_reason = self.batch_reason = self.in_place_reason = ""
         self.tier_sites: States = {}
         try:
             if text.training:
@@ -110,19 +114,22 @@ class Bound:
             self.weights.single = self._for_one_token(text, kernels)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, kernels) for file in self.files)
-            self.decode_reason = self._check_decode(text, spec.vocab_size)
+            self.vocabulary = spec.vocab_size
+            self.decode_reason = self._check_decode()
             if self.decode_reason and kernels is not False:
                 # Each kernel is exact by itself; should they not be together, decode without them.
                 together = self.decode_reason
                 self.weights.single = self._for_one_token(text, False)
                 self.routes = tuple(self._route(text, file, False) for file in self.files)
-                self.decode_reason = self._check_decode(text, spec.vocab_size)
+                self.decode_reason = self._check_decode()
                 self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
-            self.routes = tuple(self._checked_in_place(text, route, spec.vocab_size) for route in self.routes)
+            self.routes = tuple(map(self._checked_quantized, self.files, self.routes))
+            self.batch_reason = self._check_batch()
+            self.routes = tuple(map(self._checked_in_place, self.files, self.routes))
             if options.tier == "fast":
-                self.routes = tuple(map(partial(self._fast_route, text, spec.vocab_size), self.files, self.routes))
+                self.routes = tuple(map(partial(self._fast_route, text), self.files, self.routes))
         except (SpecError, StraightlineError) as error:
             self.reason = str(error)
 
@@ -131,6 +138,7 @@ class Bound:
         return Earlier(
             self.files,
             self.decode_checked,
+            self.batch_checked,
             self.in_place_checked,
             self.compiled_reason,
             self.kernels_reason,
@@ -159,31 +167,48 @@ class Bound:
         calls.sliding_layer = calls.full_layer = run
         return Route(guard, file.forward, file.decode, calls, in_place)
 
-    def _check_decode(self, text: nn.Module, vocabulary: int) -> str:
+    def _check_decode(self) -> str:
+        """Of the file for plain K/V, if there is one: what the others share with it is all but their caches."""
         if not self.weights.one_token:
             return "projections that are joined have weights of several dtypes"
-        if self.decode_checked or not on_gpu():
+        pairs = list(zip(self.files, self.routes, strict=True))
+        return self._decode_refused(*next((pair for pair in pairs if not pair[1].guard.quantized), pairs[0]))
+
+    def _decode_refused(self, file: ModuleType, route: Route) -> str:
+        if route.decode is None or file.FINGERPRINT in self.decode_checked or not on_gpu():
             return ""
-        plain = next((route for route in self.routes if not route.guard.quantized), None)
-        if plain is None or plain.decode is None:
-            return "a file with quantized caches alone cannot be checked at load"
-        reason = decode_refused(self.weights, plain.forward, plain.decode, plain.sites, _caches_of(text), vocabulary)
-        self.decode_checked = not reason
+        reason = decode_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
+        self.decode_checked |= frozenset(() if reason else (file.FINGERPRINT,))
         return reason
 
-    def _fast_route(self, text: nn.Module, vocabulary: int, file: ModuleType, route: Route) -> Route:
+    def _checked_quantized(self, file: ModuleType, route: Route) -> Route:
+        """The route without `decode` where that is exact for plain K/V only."""
+        refused = self._decode_refused(file, route)
+        self.quantized_reason = self.quantized_reason or refused
+        return route._replace(decode=None) if refused else route
+
+    def _check_batch(self) -> str:
+        """A lone request in batch caches has plain K/V."""
+        for file, route in zip(self.files, self.routes, strict=True):
+            if not route.guard.quantized and route.decode is not None and on_gpu() and not self.batch_checked:
+                caches = partial(caches_for, file.CACHES)
+                reason = batch_of_one_refused(self.weights, route, caches, self.vocabulary)
+                self.batch_checked = not reason
+                return reason
+        return self.decode_reason
+
+    def _fast_route(self, text: nn.Module, file: ModuleType, route: Route) -> Route:
         """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
         sites = sites_of(file)
         fast, states = fast_route(route, sites, file.CACHES, stream_dtype(text))
         refused, checked = self.decode_reason, (file.FINGERPRINT, fast.whole)
         if fast is not route and not refused and checked not in self.tier_checked:
-            make_caches = partial(packed_caches, file.CACHES) if route.guard.quantized else _caches_of(text)
-            refused = fast_refused(self.weights, fast, sites, make_caches, vocabulary)
+            refused = fast_refused(self.weights, fast, sites, partial(caches_for, file.CACHES), self.vocabulary)
             self.tier_checked |= frozenset(() if refused else (checked,))
         self.tier_sites |= {name: ("exact", refused) for name in states} if refused else states
         return route if refused else fast
 
-    def _checked_in_place(self, text: nn.Module, route: Route, vocabulary: int) -> Route:
+    def _checked_in_place(self, file: ModuleType, route: Route) -> Route:
         """The route as it is exact: with compiled layers, without them, or not in place at all."""
         if route.in_place is None:
             return route
@@ -191,10 +216,10 @@ class Bound:
             route = route._replace(in_place=route.in_place.uncompiled())
         if self.in_place_checked:
             return route
-        refused = in_place_refused(self.weights, route, _caches_of(text), vocabulary)
+        refused = in_place_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
         if refused and not self.compiled_reason:
             self.compiled_reason = refused
-            return self._checked_in_place(text, route, vocabulary)
+            return self._checked_in_place(file, route)
         self.in_place_reason, self.in_place_checked = refused, not refused
         return route._replace(in_place=None) if refused else route
 
@@ -202,6 +227,14 @@ class Bound:
         """After a token of `decode`: whether the next ones may go where they stay."""
         if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
             Lease(caches, route.guard, route.whole)
+
+    def as_sequence(self, route: Route, caches: list[Any]) -> None:
+        """After a token of `forward` over batch caches: whether `decode` takes the next ones, as of one sequence."""
+        if self.batch_reason:
+            return
+        sequence = as_sequence(caches)
+        if sequence and not route.guard.refuse(sequence) and route.guard.maskless(sequence):
+            stand_in(caches, sequence)
 
     def stale(self) -> bool:
         """Whether a module has changed since. mx.compile swaps all arrays or none behind their backs.
@@ -232,7 +265,7 @@ class Bound:
     def route(self, cache: Any) -> tuple[Route | None, str]:
         """The first file that takes these caches, or the reason of the one that comes closest.
 
-        Caches under a lease fit none, until it is ended, here.
+        Caches whose rows are elsewhere fit none, until they have them back, here.
         """
         reasons = []
         for route in self.routes:
@@ -240,7 +273,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        if end_leases(cache):
+        if batches_again(cache) or end_leases(cache):
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
@@ -255,11 +288,6 @@ def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
 
     qkv.projected = call  # type: ignore[attr-defined]
     return qkv
-
-
-def _caches_of(text: nn.Module) -> Callable[[], list[Any]]:
-    """mlx-lm's own, whatever the model was loaded to store K/V as."""
-    return lambda: list(gemma4_text.Model.make_cache(text))
 
 
 def mark(layer: Any) -> Any:

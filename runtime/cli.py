@@ -4,17 +4,13 @@ Exit codes: 0 it holds, 1 it does not (or a checkpoint cannot be used), 2 usage,
 """
 
 import argparse
-import io
-import os
 import sys
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
+from ..codegen.command import Parser, exit_code, failed, print_anything
 from ..codegen.errors import SpecError
 from .errors import StraightlineError
-
-INTERRUPTED = 128 + 2
-BROKEN_PIPE = 128 + 13
 
 # Command to module. Each has `HELP`, `arguments(parser)` and `run(options) -> exit code`.
 COMMANDS = {
@@ -30,11 +26,6 @@ PASSING_ON = {
     "generate": "mlx_lm.generate on a specialized model; its flags and a few more (generate --help)",
     "serve": "mlx_lm.server on a specialized model; its flags and a few more (serve --help)",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def command(name: str) -> Any:
@@ -62,33 +53,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
+    print_anything()
+    return exit_code(lambda: _run(arguments), SpecError, StraightlineError)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in PASSING_ON:
             code: int = command(arguments[0]).run(arguments[1:])
         else:
             options = parser().parse_args(arguments)
             code = options.run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except (SpecError, StraightlineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except RuntimeError as error:
         if not str(error).startswith("["):
             raise
         # MLX's own, such as memory that is not there: its first line says it.
-        print("error: MLX: " + str(error).partition("\n")[0], file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, a pager) has seen enough; Python would complain once more when it closes standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return failed("MLX: " + str(error).partition("\n")[0])
     return code

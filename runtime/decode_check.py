@@ -4,10 +4,12 @@ On the CPU the tests have answered. The parts of `decode` are checked one by one
 joined projections); this is the whole, on the model's own weights.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .arrays import same_bits
 from .evaluation import evaluate
@@ -23,25 +25,29 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def decode_refused(
-    weights: Any,
-    forward: Callable[..., mx.array],
-    decode: Callable[..., mx.array],
-    sites: Any,
-    make_caches: Callable[[], list[Any]],
-    vocabulary: int,
-) -> str:
+def decode_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
     """Why `decode` is not to be used; empty if its logits and caches are those of `forward`, byte for byte."""
-    ours, theirs = make_caches(), make_caches()
+    return _refused(weights, route, make_caches(), copy.deepcopy, vocabulary)
+
+
+def batch_of_one_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
+    """The same for `decode` over caches of one sequence, beside `forward` over batch caches of that sequence alone."""
+    return _refused(weights, route, make_caches(), lambda caches: [one.merge([one]) for one in caches], vocabulary)
+
+
+def _refused(
+    weights: Any, route: Any, ours: list[Any], twins: Callable[[list[Any]], list[Any]], vocabulary: int
+) -> str:
+    """A prompt through `forward`; then tokens through `decode` into ours, and through `forward` into the twins."""
     ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
     try:
-        for caches in (ours, theirs):
-            if not evaluate(forward(weights, ids, caches, no_tap)):
-                return "nothing can be compared inside mx.compile"
+        if not evaluate(route.forward(weights, ids, ours, no_tap)):
+            return "nothing can be compared inside mx.compile"
+        theirs = twins(ours)
         for step in range(STEPS):
             token = ids[:, step : step + 1]
-            found = decode(weights.single, sites, token, ours, no_tap)
-            expected = forward(weights, token, theirs, no_tap)
+            found = route.decode(weights.single, route.sites, token, ours, no_tap)
+            expected = route.forward(weights, token, theirs, no_tap)
             if not _same(found, expected):
                 return f"its logits differ from those of forward at step {step}"
             for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -95,8 +101,8 @@ def _fill(cache: Any, rows: int, seed: int) -> None:
 
 
 def _arrays(cache: Any) -> list[mx.array]:
-    keys, values = cache.keys_and_values()
-    return [keys, values]
+    """What attention reads: keys and values, each one array or the parts of a packed one."""
+    return [array for _, array in tree_flatten(cache.keys_and_values())]
 
 
 def _same(found: mx.array, expected: mx.array) -> bool:

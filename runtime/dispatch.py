@@ -2,6 +2,16 @@
 
 from .errors import StraightlineError
 
+# What a binding found out about single tokens, under these names there as well as here.
+REASONS = (
+    "decode_reason",
+    "quantized_reason",
+    "batch_reason",
+    "kernels_reason",
+    "in_place_reason",
+    "compiled_reason",
+)
+
 
 class Dispatch:
     """counts: {"generated": n, "monolith": m}. last: the latest call's ("generated", "") or ("monolith", reason).
@@ -9,6 +19,8 @@ class Dispatch:
     reasons: why the monolith served, and how often for each reason.
     file: the module that serves generated calls, or None. reason: why none can be generated at all, or "".
     decode_reason: why single tokens take the generated file's `forward` in place of its `decode`, or "".
+    quantized_reason: why those over quantized K/V do, or "".
+    batch_reason: why those of a lone request in mlx-lm's batch caches do, or "".
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
@@ -24,6 +36,8 @@ class Dispatch:
         self.file: str | None = None
         self.reason = ""
         self.decode_reason = ""
+        self.quantized_reason = ""
+        self.batch_reason = ""
         self.kernels_reason = ""
         self.in_place_reason = ""
         self.compiled_reason = ""

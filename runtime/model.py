@@ -13,10 +13,11 @@ from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
 from .bound import Bound, Options
-from .dispatch import Dispatch
+from .dispatch import REASONS, Dispatch
 from .errors import StraightlineError
 from .in_place import end_leases, lease_of
 from .kv import quantizable
+from .kv.batch_of_one import batches_again, due, sequence_of
 from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
 from .kv.sharing import with_stand_ins
@@ -55,8 +56,17 @@ class Specialized(Watched):
             bound = None  # let go of, as in _bind
             bound = self._bind()
         reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
-        route, lease = None, None
+        route, lease, single, given = None, None, False, cache
         if not reason:
+            assert inputs is not None
+            # An edited stream has another input norm than the one that `decode` has worked out by then.
+            single = inputs.size == 1 and (tap is None or not tap.edits)
+            sequence = sequence_of(cache)
+            if sequence is not None:
+                if single and not bound.batch_reason:
+                    cache = sequence
+                else:
+                    batches_again(cache)
             lease = lease_of(cache)
             route = None if lease is None else bound.owner(lease)
             if route is None:
@@ -66,7 +76,7 @@ class Specialized(Watched):
             self.dispatch.monolith(reason)
             return self.monolith(
                 inputs,
-                cache,
+                given,
                 input_embeddings=input_embeddings,
                 per_layer_inputs=per_layer_inputs,
                 tap=tap,
@@ -75,14 +85,15 @@ class Specialized(Watched):
         assert inputs is not None
         step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
         hook = no_tap if step is None else step
-        # An edited stream has another input norm than the one that `decode` has worked out by then.
-        decode = route.decode if inputs.size == 1 and (step is None or not step.edits) else None
+        decode = route.decode if single else None
         if lease is not None and decode is None:
             end_leases(cache)
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
             logits = route.forward(bound.weights, inputs, cache, hook)
+            if decode is not None and due(cache):
+                bound.as_sequence(route, cache)
         elif lease is not None:
             assert route.in_place is not None
             slots, calls = lease.begin(route.in_place)
@@ -105,6 +116,7 @@ class Specialized(Watched):
     ) -> mx.array:
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
+        batches_again(cache)
         end_leases(cache)
         refuse_mixed(cache)
         cache = with_stand_ins(cache, text["model"].previous_kvs)
@@ -155,10 +167,8 @@ class Specialized(Watched):
         object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
-        self.dispatch.decode_reason = bound.decode_reason
-        self.dispatch.kernels_reason = bound.kernels_reason
-        self.dispatch.in_place_reason = bound.in_place_reason
-        self.dispatch.compiled_reason = bound.compiled_reason
+        for name in REASONS:
+            setattr(self.dispatch, name, getattr(bound, name))
         self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
         return bound
 

@@ -19,9 +19,6 @@ from .in_place import Lease, over_whole_buffers
 from .kernels import Attention, Call, FastAttention, QKVRope, Site, faster
 from .kernels.fast_check import BOUND, distance, reference
 from .kernels.fast_resolve import resolve_fast
-from .kv.growing import KVCache
-from .kv.quantized import QuantizedGrowingCache, QuantizedRingCache
-from .kv.ring import RotatingKVCache
 from .packed import PackedRows
 from .taps import no_tap
 
@@ -87,21 +84,6 @@ def _storing_packed(call: Call, attention: dict[Quantized, tuple[Call, FastAtten
     return qkv
 
 
-def packed_caches(caches: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """Empty ones, as a file with quantized K/V expects them."""
-    made: list[Any] = []
-    for kind, window, *stored in caches:
-        ring = kind == "sliding"
-        if stored:
-            bits, group_size = stored
-            made.append(
-                QuantizedRingCache(bits, group_size, window) if ring else QuantizedGrowingCache(bits, group_size)
-            )
-        else:
-            made.append(RotatingKVCache(window) if ring else KVCache())
-    return made
-
-
 def fast_refused(
     weights: Any, route: Any, sites: dict[str, Site], make_caches: Callable[[], list[Any]], vocabulary: int
 ) -> str:
@@ -119,16 +101,16 @@ def fast_refused(
 
 
 def _over_caches(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any], vocabulary: int) -> str:
-    watch = Watch(route.sites, sites)
+    measured = Measured(route.sites, sites)
     ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
     if not evaluate(route.forward(weights, ids, caches, no_tap)):
         return "nothing can be compared inside mx.compile"
     tokens = (ids[:, step : step + 1] for step in range(STEPS))
-    return watch.refused([route.decode(weights.single, watch.calls, one, caches, no_tap) for one in tokens])
+    return measured.refused([route.decode(weights.single, measured.calls, one, caches, no_tap) for one in tokens])
 
 
 def _in_place(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any], vocabulary: int) -> str:
-    watch = Watch(route.in_place.moving, sites)
+    measured = Measured(route.in_place.moving, sites)
     mx.eval(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap))
     fill(caches)
     lease, logits = Lease(caches, route.guard, whole=True), []
@@ -137,14 +119,14 @@ def _in_place(weights: Any, route: Any, sites: dict[str, Site], caches: list[Any
         slots, compiled = lease.begin(route.in_place)
         logits.append(route.decode(weights.single, compiled, token, slots, no_tap))
         mx.eval(logits)  # before the watched calls write to the same rows
-        logits.append(route.decode(weights.single, watch.calls, token, slots, no_tap))
+        logits.append(route.decode(weights.single, measured.calls, token, slots, no_tap))
         lease.end(logits[-1])
         if not same_bits(*logits[-2:]):
             return f"compiled layers give other logits at step {step}"
-    return watch.refused(logits)
+    return measured.refused(logits)
 
 
-class Watch:
+class Measured:
     """calls: those of a route, each attention measured as it runs, against the result in float32."""
 
     def __init__(self, calls: SimpleNamespace, sites: dict[str, Site]) -> None:

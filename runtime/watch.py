@@ -94,7 +94,7 @@ def _watched_class(base: Any) -> type:
 def plain_class(module: object) -> type:
     """The class that a module had before it was watched."""
     kind = type(module)
-    return kind.__mro__[2] if Watched in kind.__bases__ and kind.__bases__[0] is Watched else kind
+    return kind.__mro__[2] if kind.__bases__[:1] == (Watched,) else kind
 
 
 def watch(root: nn.Module) -> None:

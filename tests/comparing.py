@@ -94,7 +94,7 @@ def assert_same_caches(found: Sequence[Any], expected: Sequence[Any], what: str 
     assert len(found) == len(expected)
     for index, (mine, other) in enumerate(zip(found, expected, strict=True)):
         assert isinstance(mine, type(other)), f"{what} {index}: {type(mine).__name__}"
-        assert_same({key: vars(mine)[key] for key in vars(other)}, dict(vars(other)), f"{what} {index}")
+        assert_same({key: getattr(mine, key) for key in vars(other)}, dict(vars(other)), f"{what} {index}")
 
 
 def assert_close(found: mx.array, expected: mx.array, what: str) -> None:

@@ -18,7 +18,7 @@ from straightline.runtime.benchmark.calls import Blocks, Parts, Prompt, ids
 from straightline.runtime.benchmark.cells import Cell, grid, suite, suite_taps
 from straightline.runtime.benchmark.chart import chart
 from straightline.runtime.benchmark.generation import Generation
-from straightline.runtime.benchmark.measures import Spread, alive, bandwidth, count_primitives, spread
+from straightline.runtime.benchmark.measures import Graph, Spread, alive, bandwidth, count_primitives, graph_of, spread
 from straightline.runtime.benchmark.models import Pair, Wish, pair_of
 from straightline.runtime.benchmark.race import Bench, Plan
 from straightline.runtime.benchmark.report import head, lines
@@ -211,6 +211,7 @@ def test_every_kind_of_cell_is_equal(name: str) -> None:
             assert row.rate is not None and row.best is not None and row.rate.median <= row.best
             assert row.peak is not None and row.peak > 0
             assert (row.primitives is None) == (row.parts is None) == bool(cell.prefill or cell.loop)
+            assert row.primitives is None or 0 < (row.launching or 0) < row.primitives
             assert (row.share is None) == bool(cell.prefill)
         assert rows[0].ratio == (1.0, 1.0, 1.0)
         assert rows[0].compared == (1 if cell.prefill else 3)
@@ -383,6 +384,37 @@ def test_primitives_of_a_graph() -> None:
     assert count_primitives([mx.exp(one) * one, mx.exp(one)]) == 3
 
 
+def test_views_launch_nothing() -> None:
+    """The same names on every backend; the counts are those of MLX's own operations as they stand in the graph."""
+    x, row = mx.arange(32.0).reshape(4, 8), mx.ones((2, 8))
+    mx.eval(x, row)
+    views = {
+        "Reshape": x.reshape(8, 4),
+        "Flatten": mx.flatten(x),
+        "Unflatten": mx.unflatten(x, 0, (2, 2)),
+        "Transpose": x.T,
+        "Slice": x[1:3],
+        "ExpandDims": x[None],
+        "Broadcast": mx.broadcast_to(x, (3, 4, 8)),
+        "StopGradient": mx.stop_gradient(x),
+        "View uint32": x.view(mx.uint32),
+        "Split": mx.split(x, 2, axis=1)[0],
+        "Depends": mx.depends(x, row),
+    }
+    assert {name: graph_of([array]) for name, array in views.items()} == dict.fromkeys(views, Graph(1, 0))
+    assert graph_of([mx.as_strided(x, (2, 2), (1, 1))]) == Graph(2, 0)  # Flatten, AsStrided
+    assert graph_of([x.reshape(8, 4).T @ x.reshape(8, 4)]) == Graph(4, 1)  # twice Reshape, Transpose, Matmul
+    assert graph_of([mx.contiguous(x.T), x.astype(mx.bfloat16)]) == Graph(3, 2)
+    assert graph_of([mx.slice_update(x, row, mx.array([0, 0]), [0, 1])]) == Graph(1, 1)
+    assert graph_of([mx.concatenate([x, x])]) == Graph(1, 1)
+
+
+def test_a_compiled_function_is_one_primitive() -> None:
+    x = mx.ones((4, 8))
+    mx.eval(x)
+    assert graph_of([mx.compile(lambda a, b: mx.exp((a + b) * b))(x, x)]) == Graph(1, 1)
+
+
 def test_bytes_are_compared_and_not_numbers() -> None:
     nothing = mx.array([float("nan"), 0.0])
     assert same_bits(nothing, mx.array([float("nan"), 0.0]))
@@ -408,6 +440,7 @@ EQUAL = Row(
     best=212.0,
     rounds=8,
     primitives=956,
+    launching=700,
     parts=Parts(0.001, 0.002, 0.003),
     bytes_read=4_000_000_000,
     share=0.25,
@@ -427,7 +460,7 @@ def test_a_table_has_the_ratio_first() -> None:
     first, second = lines([BASE, EQUAL])
     assert first.split()[:6] == ["context", "512,", "width", "4", "mlx-lm", "x1.00"]
     assert " ".join(second.split()) == (
-        "straightline x2.00 1.80-2.10 x1.95 200.0 212.0 1.00 2.00 3.00 956 4 GB 25% 5.512 GB 64"
+        "straightline x2.00 1.80-2.10 x1.95 200.0 212.0 1.00 2.00 3.00 956 700 4 GB 25% 5.512 GB 64"
     )
 
 

@@ -51,6 +51,7 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str], tm
     assert {row["departs"] for row in found["rows"]} == {""} and {row["rounds"] for row in found["rows"]} == {3}
     assert all(row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] for row in found["rows"])
     assert found["rows"][1]["primitives"] < found["rows"][0]["primitives"]
+    assert found["rows"][1]["launching"] < found["rows"][0]["launching"] < found["rows"][0]["primitives"]
     machine = found["machine"]
     assert machine["model"] == "gemma4-e4b, reduced to toy widths, random weights of mixed bits"
     assert machine["K/V"] == "18 of 4 bits, 6 of 8 bits, the other layers plain"

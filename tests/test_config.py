@@ -339,10 +339,10 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=list(HOSTILE))
 def test_a_hostile_config_is_refused_at_once(make: Callable[[], dict[str, Any]]) -> None:
     bad = make()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(SpecError) as caught:
         generate(bad, "toy")
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     message = str(caught.value)
     assert len(message) < 600 and message.isprintable() and message.isascii()
 
@@ -361,10 +361,10 @@ def test_hostile_files_are_refused_at_once(tmp_path: Path) -> None:
     }
     for data, message in files.items():
         path.write_bytes(data)
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(SpecError, match=f"^{message}$"):
             read_file(path)
-        assert time.perf_counter() - started < 1.0
+        assert time.process_time() - started < 1.0
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from comparing import FOUR_BIT, assert_same, file_of
+from test_kv_generated import file_with, mixes
 from toys import D6, E6, M6, SHAPES, build, tokens
 
-from straightline.runtime import specialize
+from straightline.runtime import make_cache, specialize
 from straightline.runtime.kernels import resolve_all
 
 MODELS = {"D6": D6, "M6": M6, "E6": E6, **SHAPES}
@@ -70,6 +71,23 @@ def test_a_fault_turns_it_off_and_forward_serves(fault: Any) -> None:
     assert model.dispatch.counts == {"generated": 3, "monolith": 0}
 
 
+def test_a_fault_over_quantized_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then single tokens over those take `forward`, and the others `decode`."""
+    entries = mixes("D6")["4 bits"]
+    file, packed = file_of(D6), file_with(D6, entries)
+    files = [file, with_decode(packed, wrong_logits(packed.decode))]
+    monkeypatch.setattr("straightline.runtime.bound.find_generated", lambda architecture: tuple(files))
+    model = specialize(build(D6), strict=True)
+    assert [route.decode is None for route in model._bound.routes] == [False, True]
+    assert (model.dispatch.decode_reason, model.dispatch.quantized_reason) == ("", FAULTS[wrong_logits])
+    caches, others = (make_cache(model, entries) for _ in range(2))
+    for length in (6, 1, 1):
+        assert_same(model(tokens(1, length), caches), model.monolith(tokens(1, length), others), "logits")
+    files[1] = packed
+    model = specialize(build(D6), strict=True)
+    assert model.dispatch.quantized_reason == "" and len(model._bound.decode_checked) == 2
+
+
 def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     file, calls = file_of(D6), []
     counted = with_decode(file, lambda *arguments: calls.append(1) or file.decode(*arguments))
@@ -77,7 +95,7 @@ def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = len(calls)
     model.layers[0].layer_scalar = mx.array([0.5])
     model(tokens(1, 4))
-    assert asked == len(calls) == 2
+    assert asked == len(calls) == 4  # two tokens of a sequence, and of a batch of one
 
 
 def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,12 @@ RAISERS = {
     "Fast",
 }
 # Functions that return a message, or nothing.
-REASONERS = {"refuse", "mixed_layouts", "usage_error", "_checked", "_choose", "_checked_form", "_try", "detect"} | {
-    "lay",
-    "withdraw",
+REASONERS = {"refuse", "mixed_layouts", "usage_error", "_choose", "_checked_form", "detect", "lay"} | {
+    "judge",
+    "_compared",
+    "_measured",
     "_check_decode",
-    "decode_refused",
+    "_refused",
     "fast_refused",
     "refused",
 }

@@ -27,7 +27,16 @@ from straightline.runtime import StraightlineError, load, specialize
 from straightline.runtime.cli import main
 from straightline.runtime.in_place import InPlace, lease_of
 from straightline.runtime.in_place.sites import _into
-from straightline.runtime.kernels import Attention, FastAttention, QKVRope, QKVRopeInto, fast_resolve, memory, sites_of
+from straightline.runtime.kernels import (
+    Attention,
+    FastAttention,
+    QKVRope,
+    QKVRopeInto,
+    fast_resolve,
+    judge,
+    memory,
+    sites_of,
+)
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.fast import CLUSTER, MERGED, Cut
 from straightline.runtime.kernels.fast_check import BOUND, Errors, distance, errors, reference
@@ -35,8 +44,9 @@ from straightline.runtime.kernels.fast_launch import by_length, parts_for
 from straightline.runtime.kernels.fast_resolve import resolve_fast
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.program import Program, Unsupported
+from straightline.runtime.kv.make import caches_for
 from straightline.runtime.packed import PackedRows
-from straightline.runtime.tier import fast_refused, fast_route, packed_caches
+from straightline.runtime.tier import fast_refused, fast_route
 from straightline.runtime.toy import VOCABULARY
 from straightline.runtime.verification.tiers import in_float32
 
@@ -231,7 +241,7 @@ def test_outside_the_bound_the_exact_form_runs(monkeypatch: pytest.MonkeyPatch) 
     assert found.reason.startswith("its error over 1 rows is ") and found.reason.endswith(", above the bound 3.9e-03")
     fast_resolve.forget()
     again = use(monkeypatch)  # another process: what was found is remembered
-    assert resolve_fast(BIG) == found and again.made == []
+    assert resolve_fast(BIG) == fast_resolve.Fast(None, f"{found.reason} (found earlier)") and again.made == []
 
 
 def test_without_clusters_two_launches_serve_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +265,9 @@ def test_a_kernel_that_kills_two_processes_is_off(monkeypatch: pytest.MonkeyPatc
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     dead = Finding("checking", deaths=1, process=gone.pid, host=memory.checking().host)
-    monkeypatch.setattr(fast_resolve, "recall", lambda name: dead)
+    monkeypatch.setattr(judge, "recall", lambda name: dead)
     use(monkeypatch)
-    assert resolve_fast(BIG) == fast_resolve.Fast(None, "two processes died while they checked it")
+    assert resolve_fast(BIG) == fast_resolve.Fast(None, "two processes died while they checked it (found earlier)")
 
 
 def test_other_sizes_dtypes_and_devices_are_exact_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +388,7 @@ def test_quantized_rows_are_read_as_they_are_stored(monkeypatch: pytest.MonkeyPa
         "full_attention, 4 bits in groups of 64": "fast",
     }
     exact = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, strict=True)
-    caches, others = packed_caches(file.CACHES), packed_caches(file.CACHES)
+    caches, others = caches_for(file.CACHES), caches_for(file.CACHES)
     assert_same(model(toys.tokens(1, 6), cache=caches), exact(toys.tokens(1, 6), cache=others), "a prompt")
     for step in range(4):
         token = toys.tokens(1, 1, 97, step)
@@ -393,7 +403,7 @@ def test_quantized_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> Non
     file = quantized_file()
     model = specialize(toys.build(WIDE, dtype=mx.bfloat16), file, tier="fast", strict=True)
     (route,), sites = model._bound.routes, sites_of(file)
-    assert fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97) == ""
+    assert fast_refused(model._bound.weights, route, sites, lambda: caches_for(file.CACHES), 97) == ""
     right = route.sites.sliding_qkv
 
     def wrong(*inputs: Any) -> tuple[Any, ...]:
@@ -401,7 +411,7 @@ def test_quantized_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return q, PackedRows.of(k, lambda *rows: noisy(k.attention(*rows)), k.site), v
 
     route = route._replace(sites=SimpleNamespace(**vars(route.sites) | {"sliding_qkv": wrong}))
-    refused = fast_refused(model._bound.weights, route, sites, lambda: packed_caches(file.CACHES), 97)
+    refused = fast_refused(model._bound.weights, route, sites, lambda: caches_for(file.CACHES), 97)
     assert refused.startswith("its error on this model's own tokens is ")
 
 

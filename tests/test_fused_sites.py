@@ -111,6 +111,21 @@ def test_of_a_model_in_this_process() -> None:
     assert running(model) == ()
 
 
+def test_another_model_of_the_same_sizes_is_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[resolve.__module__], "detect", lambda: Fake("metal"))
+    plain = pair(toys.E6, dtype=mx.bfloat16, strict=False).model
+    model = specialize(plain, kernels=True)
+    found = running(model)
+    assert sum(one.reason.startswith("failed: ") for one in found) > 3
+    others = specialize(plain, kernels=False), specialize(pair(toys.E6, strict=False).model, kernels=True)
+    reasons = [{one.reason for one in running(other)} for other in others]
+    assert reasons == [
+        {"kernels are off; specialize(model, kernels=True) checks them"},
+        {"float32: kernels are for bfloat16"},
+    ]
+    assert running(model) == found
+
+
 def test_explain_says_it(capsys: pytest.CaptureFixture[str], on_gpu: None) -> None:
     remember("geglu", Finding("kernel", "exact: 1024 values compared", True))
     assert main(["explain", "gemma4-e4b"]) == 0

@@ -9,6 +9,7 @@ import gc
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_
 from straightline.runtime.kernels import Attention, QKVRope, QKVRopeInto, sites_of
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.resolve import forget
+from straightline.runtime.kv.make import caches_for
 from straightline.runtime.taps import no_tap
 
 SHAPES = sorted(toys.SHAPES)
@@ -367,15 +369,13 @@ def test_the_check_at_load(walk: Walk) -> None:
     model = walk.pair.model
     bound = model._bound
     route = bound.routes[0]
-    plain = text(model)
-    from straightline.runtime.bound import _caches_of
-
-    assert in_place_refused(bound.weights, route, _caches_of(plain), walk.vocab) == ""
+    make_caches = partial(caches_for, bound.files[0].CACHES)
+    assert in_place_refused(bound.weights, route, make_caches, walk.vocab) == ""
     broken = dict(vars(route.in_place.moving))
     name = next(name for name in broken if name.endswith("_qkv"))
     broken[name] = lambda slot, *inputs, call=broken[name]: call(slot, inputs[0] + 1, *inputs[1:])
     wrong = route._replace(in_place=InPlace(*[SimpleNamespace(**broken)] * 2))
-    assert "differ from those of forward" in in_place_refused(bound.weights, wrong, _caches_of(plain), walk.vocab)
+    assert "differ from those of forward" in in_place_refused(bound.weights, wrong, make_caches, walk.vocab)
 
 
 def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
@@ -386,7 +386,7 @@ def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
     wrong = SimpleNamespace(
         **vars(right) | {"sliding_layer": lambda function, w, s, h, *rest: function(w, s, -h, *rest)}
     )
-    route = bound._checked_in_place(text(model), bound.routes[0]._replace(in_place=InPlace(right, wrong)), walk.vocab)
+    route = bound._checked_in_place(bound.files[0], bound.routes[0]._replace(in_place=InPlace(right, wrong)))
     assert (route.in_place, bound.in_place_reason) == (InPlace(right, right), "")
     assert bound.compiled_reason == "its logits differ from those of forward at step 1"
 

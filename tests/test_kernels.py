@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +249,12 @@ def test_a_kernel_that_does_not_compile_is_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_memory_and_an_interrupt_say_nothing_about_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, spoil=fails("[malloc] out of memory"))
-    assert resolve(ONE) == ONE.plain
-    assert report()[ONE] == ("plain", "the device had no memory left to check it")
-    resolving.forget()
+    for message in ("cudaMallocAsync failed: out of memory", "[malloc_async] Unable to allocate 4096 bytes."):
+        use(monkeypatch, spoil=fails(message))
+        assert resolve(ONE) == ONE.plain
+        assert report()[ONE] == ("plain", "the device had no memory left to check it")
+        assert findings() == {}  # "checking" would be taken for a death
+        resolving.forget()
     use(monkeypatch, spoil=fails("", KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         resolve(ONE)
@@ -260,6 +262,15 @@ def test_no_memory_and_an_interrupt_say_nothing_about_a_kernel(monkeypatch: pyte
     use(monkeypatch)
     resolve(ONE)
     assert report()[ONE][0] == "kernel"
+
+
+def test_no_memory_for_several_rows_does_not_make_it_a_kernel_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(outputs: list[mx.array], inputs: tuple[Any, ...]) -> list[mx.array]:
+        return fails("out of memory")(outputs, inputs) if inputs[0].shape[0] > 1 else outputs
+
+    use(monkeypatch, spoil=full)
+    assert resolve(ONE) == ONE.plain
+    assert (report()[ONE][1], findings()) == ("the device had no memory left to check it", {})
 
 
 def test_what_was_exact_is_compared_once_as_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +431,7 @@ def test_a_kernel_that_kills_two_processes_is_off(monkeypatch: pytest.MonkeyPatc
     gone.wait()
     dead = Finding("checking", process=gone.pid, host=memory.checking().host)
     assert dead.died and not memory.checking().died
+    assert replace(memory.checking(), born=1).died  # an earlier process of the same number
     assert not Finding("checking", process=gone.pid, host="elsewhere").died
 
     marks: list[Any] = []

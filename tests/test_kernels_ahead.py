@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 
 from straightline.runtime.kernels import (
+    FastAttention,
     Geglu,
     PerLayerGate,
     QKVRope,
@@ -23,6 +24,7 @@ from straightline.runtime.kernels import (
     ResidualNorms,
     ahead,
     cubins,
+    fast_resolve,
     mlx_source,
     nvrtc,
     report,
@@ -30,6 +32,7 @@ from straightline.runtime.kernels import (
 )
 from straightline.runtime.kernels.ahead import Ahead, Laid, lay
 from straightline.runtime.kernels.backends import Backend, header_of
+from straightline.runtime.kernels.fast_check import Errors
 from straightline.runtime.kernels.launch import launcher
 from straightline.runtime.kernels.murmur import string_hash
 from straightline.runtime.kernels.program import Program
@@ -302,10 +305,13 @@ class Device(Backend):
         def kernel(*, inputs: tuple[Any, ...], **launch: Any) -> list[mx.array]:
             if self.fails():
                 raise RuntimeError("Failed to load compiled kernel: invalid image.")
-            outputs: Any = SITE.plain(*inputs)
-            return list(outputs)
+            return self.run(inputs)
 
         return kernel
+
+    def run(self, inputs: tuple[Any, ...]) -> list[mx.array]:
+        outputs: Any = SITE.plain(*inputs)
+        return list(outputs)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
@@ -320,6 +326,28 @@ def test_a_kernel_that_fails_as_laid_is_left_to_mlx(compiler: Compiler, monkeypa
     assert state == "kernel"
     assert reason.startswith("exact: ")
     assert reason.endswith("; compiled anew in every process: it failed where it was compiled ahead")
+    assert put("MLX_PTX_CACHE_DIR") == {}
+
+
+def test_the_fast_tier_too_leaves_to_mlx_what_fails_as_laid(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = FastAttention(4, 2, 256)
+    device = Device("cuda", "Fake 9000", "", "sm_90", "nvrtc 13.0", lambda: bool(put("MLX_PTX_CACHE_DIR")))
+
+    def exact(site: FastAttention, call: Callable[..., Any]) -> list[Errors]:
+        call(*site.inputs_of(5, 0))
+        return [Errors(5, 0.0, 0.0)]
+
+    monkeypatch.setattr(Device, "run", lambda _, inputs: [mx.zeros((1,))])
+    monkeypatch.setattr(fast_resolve, "detect", lambda: device)
+    monkeypatch.setattr(fast_resolve, "errors", exact)
+    fast_resolve.forget()
+    found = fast_resolve.resolve_fast(site)
+    fast_resolve.forget()
+    assert found.call is not None
+    assert found.reason.startswith("error at most ")
+    assert found.reason.endswith("; compiled anew in every process: it failed where it was compiled ahead")
     assert put("MLX_PTX_CACHE_DIR") == {}
 
 

@@ -178,6 +178,7 @@ def test_nothing_is_left_running() -> None:
     before = len(dispatchers.Overlapped._idle)
     for _ in range(3):
         list(ours(model, max_tokens=3, overlap=True))
+        ours(model, max_tokens=3, overlap=True)  # nobody asks it for a token
     assert len(dispatchers.Overlapped._idle) == before > 0
 
 

@@ -714,7 +714,7 @@ def quantized_target() -> Target:
     """gemma4-e4b with all caches but the last of 4 bits."""
     target = read_target(E4B)
     entries = uniform_kv_config(target.spec, 4, keep_last_full=True)
-    return replace(target, spec=target.spec.with_kv(read_kv_config(entries, target.spec)))
+    return replace(target, spec=target.spec.with_kv(read_kv_config(entries, target.spec)), sites=None)
 
 
 @cache

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..taps import HiddenTap
 from .cells import Cell
-from .measures import count_primitives
+from .measures import Graph, graph_of
 from .sides import Side, blamed, read_prompt, with_own_arrays
 
 WARM_UP = 2
@@ -76,10 +76,10 @@ class Blocks:
             mx.synchronize()
             yield Parts(built - start, dispatched - built, time.perf_counter() - dispatched)
 
-    def primitives(self, side: Side) -> int:
-        """Of the graph of one call."""
+    def graph(self, side: Side) -> Graph:
+        """Of one call."""
         block, caches = self._warm(side)
-        return count_primitives(list(self._outputs(side, block, caches).values()))
+        return graph_of(list(self._outputs(side, block, caches).values()))
 
     def peak(self, side: Side) -> int:
         """The most bytes alive in four calls, all that is held for other reasons included."""
@@ -129,7 +129,7 @@ class Prompt:
     def parts(self, side: Side) -> Iterator[Parts]:
         return iter(())
 
-    def primitives(self, side: Side) -> None:
+    def graph(self, side: Side) -> None:
         return None
 
     def peak(self, side: Side) -> int:

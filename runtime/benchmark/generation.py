@@ -43,7 +43,7 @@ class Generation:
     def parts(self, side: Side) -> Iterator[Parts]:
         return iter(())
 
-    def primitives(self, side: Side) -> None:
+    def graph(self, side: Side) -> None:
         return None
 
     def peak(self, side: Side) -> int:

@@ -76,6 +76,7 @@ class Bench:
         parts = list(islice(calls.parts(side), tries))
         tokens = row.cell.tokens
         read = None if row.cell.prefill else bytes_read(self.pair.oracle, self.pair.spec, row.cell)
+        graph = calls.graph(side)
         counted = not row.departs or self.by_choice
         return replace(
             row,
@@ -85,7 +86,8 @@ class Bench:
             rate=spread([tokens / one for one in mine]),
             best=tokens / min(mine),
             rounds=len(mine),
-            primitives=calls.primitives(side),
+            primitives=None if graph is None else graph.primitives,
+            launching=None if graph is None else graph.launching,
             parts=Parts(*(spread(list(column)).median for column in zip(*parts, strict=True))) if parts else None,
             bytes_read=read,
             share=None if read is None else read / spread(mine).median / self.bandwidth,

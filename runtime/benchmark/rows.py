@@ -14,7 +14,8 @@ class Row:
 
     departs: the first output that differs from mlx-lm's, or "". by_choice: it differs, and the tier lets it.
     problem: why the cell could not be run, or ""; `side` is then the one that failed, or "none".
-    rate and best: tokens a second. bytes_read: of a call. share: of the device's bandwidth. peak: bytes.
+    rate and best: tokens a second. primitives and launching: as measures.Graph says. bytes_read: of a call.
+    share: of the device's bandwidth. peak: bytes.
     """
 
     cell: Cell
@@ -28,6 +29,7 @@ class Row:
     best: float | None = None
     rounds: int = 0
     primitives: int | None = None
+    launching: int | None = None
     parts: Parts | None = None
     bytes_read: int | None = None
     share: float | None = None

@@ -135,6 +135,7 @@ def forwards(
     """Position, prompt, count and rows of each piece. Shorter prompts are padded behind, where nothing looks back."""
     import mlx.core as mx
 
+    from ..arrays import raw_bytes
     from ..taps import HiddenTap
 
     caches = model.make_cache()
@@ -149,16 +150,8 @@ def forwards(
         for number, tokens in enumerate(batch):
             count = min(width, len(tokens) - at)
             if count > 0:
-                yield at, number, count, {layer: _bytes(tap.captured[layer][number, :count]) for layer in layers}
+                yield at, number, count, {layer: raw_bytes(tap.captured[layer][number, :count]) for layer in layers}
     mx.clear_cache()
-
-
-def _bytes(rows: Any) -> bytes:
-    import mlx.core as mx
-    import numpy as np
-
-    whole = rows.view(mx.uint16) if rows.dtype.size == 2 else rows
-    return np.array(whole).tobytes()
 
 
 def _say(options: argparse.Namespace, index: TapIndex, kept: int) -> None:

@@ -56,7 +56,7 @@ def generate_step(
 
     steps: tokens computed before one read of the host. Counts up to it (1, 2, 4, ...), so that the first tokens come
         at once. It is 1 where what was computed too early could not be undone (a caller's caches with full rings, with
-        `kv_bits`, or about to grow) and for a tapped model, whose rows are those of mlx-lm's loop.
+        `kv_bits`, about to grow, or under a lease) and for a tapped model, whose rows are those of mlx-lm's loop.
     overlap: hand a token to the device in a second thread while the next one is built. Only where the caller can get
         at nothing that is on its way: greedy, with mlx-lm's own processors or none, caches of the loop's own, a
         specialized model that is not tapped. Elsewhere, and by default, one thread does both.
@@ -93,9 +93,8 @@ def generate_step(
         quantize=None if kv_bits is None else (quantized_kv_start, kv_group_size, kv_bits),
         steps=steps,
     )
-    if overlap and loop.may_overlap():
-        loop.dispatcher = Overlapped()
-    return loop.run(tokens, max_tokens, prefill_step_size, prompt_progress_callback or (lambda *_: None))
+    progress = prompt_progress_callback or (lambda *_: None)
+    return loop.run(tokens, max_tokens, prefill_step_size, progress, overlap and loop.may_overlap())
 
 
 def one_prompt(prompt: Any) -> mx.array:
@@ -172,8 +171,13 @@ class _Loop:
             and all(getattr(one, "__module__", "") == "mlx_lm.sample_utils" for one in self.processors)
         )
 
-    def run(self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress) -> Iterator[tuple[int, mx.array]]:
+    def run(
+        self, prompt: mx.array, max_tokens: int, chunk: int, progress: Progress, overlap: bool
+    ) -> Iterator[tuple[int, mx.array]]:
         try:
+            if overlap:
+                # Not before: whoever never asks for a token gives no stream back.
+                self.dispatcher = Overlapped()
             last = self._prefill(prompt, chunk, progress)
             # Handed over here: what the device has to load at first, it loads in this thread.
             self._advance(last, Inline())

@@ -13,7 +13,10 @@ UNLIMITED = 1 << 30
 
 
 def room(caches: list[Any]) -> int:
-    """How many single tokens can be appended such that `rewind` can take any of them back; 0 if that is not known."""
+    """How many single tokens can be appended such that `rewind` can take any of them back; 0 if that is not known.
+
+    Of caches under a lease, 0: their classes are in no table, and to ask for their rows would end it.
+    """
     return min(map(_room, caches), default=0)
 
 

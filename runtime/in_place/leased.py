@@ -1,19 +1,18 @@
 """Caches under a lease: of their own class but for what would show, or change, rows that kernels write to unseen."""
 
-import copy
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..handover import wait_for_handover
+from ..kv.borrowed import Borrowed, asked_for, borrow, give_back
 
 if TYPE_CHECKING:
     from .lease import Lease
     from .slot import Slot
 
 _SLOT = attrgetter("slot")
-_classes: dict[type, type] = {}
 
 
 def hand_over(cache: Any, lease: "Lease", slot: "Slot") -> None:
@@ -22,7 +21,7 @@ def hand_over(cache: Any, lease: "Lease", slot: "Slot") -> None:
     for name in ("keys", "values", "offset", "_idx"):
         held.pop(name, None)
     held.update(lease=lease, slot=slot)
-    cache.__class__ = _leased(type(cache))
+    borrow(cache, _Leased)
 
 
 def lease_of(caches: Any) -> "Lease | None":
@@ -52,26 +51,19 @@ def end_lease(cache: Any) -> Any:
     mx.eval(slot.clock.after)
     keys, values = slot.whole()
     del held["slot"], held["lease"]
-    cache.__class__ = type(cache).__bases__[-1]
+    give_back(cache)
     held.update(keys=keys, values=values, offset=slot.offset)
     if slot.limit:
         held["_idx"] = slot.index
     return cache
 
 
-def _property(name: str) -> property:
-    return property(
-        lambda cache: getattr(end_lease(cache), name), lambda cache, value: setattr(end_lease(cache), name, value)
-    )
-
-
-class _Leased:
-    """Comes before the class of a cache. Every way to its rows ends the lease."""
-
+class _Leased(Borrowed):
     lease: "Lease"
     slot: "Slot"
 
-    keys, values, _idx = map(_property, ("keys", "values", "_idx"))
+    give_back = end_lease
+    keys, values, _idx = map(asked_for, ("keys", "values", "_idx"))
 
     @property
     def offset(self) -> int:
@@ -81,19 +73,3 @@ class _Leased:
     @offset.setter
     def offset(self, value: int) -> None:
         end_lease(self).offset = value
-
-    def __copy__(self) -> Any:
-        return copy.copy(end_lease(self))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(end_lease(self), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return end_lease(self).__reduce_ex__(protocol)
-
-
-def _leased(kind: type) -> type:
-    """Named as the class it stands for, which is what saved prompt caches are read back by."""
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (_Leased, kind), {"__module__": kind.__module__})
-    return _classes[kind]

@@ -46,6 +46,7 @@ class Slot:
         "ring",
         "rows",
         "shift",
+        "strides",
         "v",
         "values",
     )
@@ -70,6 +71,9 @@ class Slot:
         self.ring = mx.array([self.shift, self.rows], dtype=mx.int32)
         self.moves = True
         self.buffers = self.whole()
+        head = self.rows * self.head_dim
+        outer = (self.kv_heads * head, head, head)
+        self.strides = (*outer, 1, self.head_dim), (*outer, self.head_dim, 1)
 
     def show(self) -> None:
         """Views of the rows that the token at `offset` sees, itself included; room for it first."""
@@ -80,12 +84,12 @@ class Slot:
             self.k, values = self.buffers
             self.v = (values, self.clock.rows)
             return
-        seen = min(offset + 1, self.rows)
-        head = self.rows * self.head_dim
-        shape, strides = (1, self.kv_heads, 1), (self.kv_heads * head, head, head)
-        self.k = mx.as_strided(self.keys, (*shape, self.head_dim, seen), (*strides, 1, self.head_dim))
-        self.v = mx.as_strided(self.values, (*shape, seen, self.head_dim), (*strides, self.head_dim, 1))
-        self.moves = seen < self.rows or self.rows != self.limit
+        rows, kv_heads, head_dim = self.rows, self.kv_heads, self.head_dim
+        seen = offset + 1 if offset < rows else rows
+        k_strides, v_strides = self.strides
+        self.k = mx.as_strided(self.keys, (1, kv_heads, 1, head_dim, seen), k_strides)
+        self.v = mx.as_strided(self.values, (1, kv_heads, 1, seen, head_dim), v_strides)
+        self.moves = seen < rows or rows != self.limit
 
     def _grow(self) -> None:
         """By as much as mlx-lm grows it. Waits for the last token, whose rows MLX does not know to be written."""

@@ -5,7 +5,7 @@ be done here is left to it: the text is the same.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +17,9 @@ import mlx.core as mx
 from ..atomic import write_bytes
 from . import cubins, mlx_source, nvrtc
 from .backends import Backend, header_of
+from .launch import Kernel
 from .memory import MLX
 from .program import FOLDER, Program
-
-Kernel = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,6 @@ class Laid:
 
     files: tuple[Path, ...] = ()
     reason: str = ""
-
-    def withdraw(self) -> "Laid":
-        """From then on MLX compiles this one itself, if it has not loaded it yet."""
-        for path in self.files:
-            with suppress(OSError):
-                path.unlink()
-        return Laid(reason="it failed where it was compiled ahead")
 
 
 class Ahead:
@@ -55,6 +47,16 @@ class Ahead:
             return kernel(inputs=inputs, output_dtypes=output_dtypes, **launch)
 
         return call
+
+    def withdraw(self) -> bool:
+        """From then on MLX compiles this one itself, if it has not loaded it yet. Whether anything was laid."""
+        if self.laid is None or not self.laid.files:
+            return False
+        for path in self.laid.files:
+            with suppress(OSError):
+                path.unlink()
+        self.laid = Laid(reason="it failed where it was compiled ahead")
+        return True
 
 
 def lay(program: Program, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], backend: Backend) -> Laid:

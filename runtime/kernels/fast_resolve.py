@@ -4,20 +4,20 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from ..arrays import dtype_name
-from .ahead import Ahead
 from .attention import Attention
 from .backends import Backend, detect
 from .fast import FastAttention
 from .fast_check import BOUND, errors
 from .fast_launch import by_length, clustered, parted
-from .memory import MLX, Finding, checking, key, recall, remember, settled
+from .judge import judge
+from .launch import Kernel
+from .memory import Finding, key
 from .program import Program, Unsupported
-from .resolve import DTYPE, first_lines, out_of_memory
+from .resolve import DTYPE
 from .site import Call, Site
 
 # Rows up to which one launch is used. Measured on an H200; see docs/fast-tier.md.
@@ -87,39 +87,27 @@ def _choose(site: FastAttention, dtype: mx.Dtype, backend: Backend) -> Fast:
 
 
 def _checked(
-    site: FastAttention, backend: Backend, programs: tuple[Program, ...], make: Callable[[list[Any]], Call]
+    site: FastAttention, backend: Backend, programs: tuple[Program, ...], make: Callable[[list[Kernel]], Call]
 ) -> tuple[Call | None, str]:
     """By what is remembered, or by a self-check that is remembered, as the exact sites."""
     name = key(backend, programs[0], (site, *(program.digest for program in programs)))
-    about = {"site": repr(site), "device": backend.device, "backend": backend.name, "mlx": MLX}
-    known, deaths = settled(recall(name))
-    if known is not None and deaths:
-        remember(name, known, about)
-    if known is not None and known.state == "plain":
-        return None, known.reason
+    return judge(name, site, backend, programs, partial(_measured, site, make))
+
+
+def _measured(
+    site: FastAttention,
+    make: Callable[[list[Kernel]], Call],
+    first: list[Kernel],
+    kernels: list[Kernel],
+    known: Finding | None,
+) -> tuple[Call, Finding]:
+    """As `judge` asks for it; where the bound is known to hold, one length is enough."""
+    call = make(first)
+    measured = errors(site, call) if known is None else errors(site, call, (300,))
+    refused = next((one.refused for one in measured if one.refused), "")
+    if refused:
+        return call, Finding("plain", refused)
     if known is None:
-        remember(name, checking(deaths), about)
-    finding: Finding | None = known
-    call: Call | None = None
-    try:
-        kernels = [backend.make(program) for program in programs]
-        call = make(kernels)
-        # The first calls: the kernels are compiled ahead where that can be.
-        first = make([Ahead(program, backend).of(one) for program, one in zip(programs, kernels, strict=True)])
-        measured = errors(site, first) if known is None else errors(site, first, (300,))
-        refused = next((one.refused for one in measured if one.refused), "")
-        worst = max(measured, key=lambda one: one.found)
-        plain = max(one.plain for one in measured)
-        if refused:
-            finding = Finding("plain", refused)
-        elif known is None:
-            reason = f"error at most {worst.found:.1e} (bound {BOUND:.1e}), MLX's own up to {plain:.1e}"
-            finding = Finding("kernel", reason)
-    except Exception as error:  # whatever a kernel or a device does, the exact form is there
-        finding = None if out_of_memory(error) else Finding("plain", first_lines(error))
-    finally:
-        if known is None or finding not in (None, known):
-            remember(name, finding, about)
-    if finding is None:
-        return None, "the device had no memory left to check it"
-    return (call if finding.state == "kernel" else None), finding.reason
+        worst, plain = max(one.found for one in measured), max(one.plain for one in measured)
+        known = Finding("kernel", f"error at most {worst:.1e} (bound {BOUND:.1e}), MLX's own up to {plain:.1e}")
+    return make(kernels), known

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,7 @@ from .program import Program
 
 FORMAT = 1
 MLX = version("mlx")
+BORN = time.time_ns()
 STATES = ("checking", "kernel", "plain")
 
 
@@ -27,6 +29,7 @@ class Finding:
     """state: "kernel" (exact), "plain" (off, with the reason), or "checking" by this process of this host.
 
     several: whether it was found exact for more than one row, too. deaths: how many processes died in its check.
+    process, born: of the checking one its number, which a container gives to each of its processes anew, and its time.
     """
 
     state: str
@@ -34,13 +37,16 @@ class Finding:
     several: bool = False
     deaths: int = 0
     process: int = 0
+    born: int = 0
     host: str = ""
 
     @property
     def died(self) -> bool:
         """Whether the process that was checking is gone. Another host's cannot be told from a running one."""
-        if self.state != "checking" or self.host != platform.node() or self.process == os.getpid():
+        if self.state != "checking" or self.host != platform.node():
             return False
+        if self.process == os.getpid():
+            return self.born != BORN
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
@@ -51,7 +57,7 @@ class Finding:
 
 
 def checking(deaths: int = 0) -> Finding:
-    return Finding("checking", deaths=deaths, process=os.getpid(), host=platform.node())
+    return Finding("checking", deaths=deaths, process=os.getpid(), born=BORN, host=platform.node())
 
 
 def key(backend: Backend, program: Program, site: object) -> str:

@@ -4,14 +4,15 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
 from ..arrays import dtype_name
-from .ahead import Ahead, Laid
 from .backends import Backend, detect
-from .launch import launcher
-from .memory import MLX, Finding, checking, key, recall, remember, settled
+from .judge import first_lines, judge, out_of_memory
+from .launch import Kernel, launcher
+from .memory import Finding, key
 from .program import Program, Unsupported
 from .selfcheck import SEVERAL_ROWS, compare
 from .site import Call, Site
@@ -59,12 +60,22 @@ def resolved(
         alone can do is used either way.
     """
     backend = detect()
-    kernels = backend.name == "cuda" if kernels is None else kernels
+    kernels = _allowed(kernels, backend)
     wanted = [(site, dtype, backend, kernels) for site in sites]
     fresh = [one for one in dict.fromkeys(wanted) if one not in _resolved]
     for one in _shown(fresh, backend) if progress and kernels else fresh:
         _resolve(one)
     return tuple(_resolve(one) for one in wanted)
+
+
+def chosen(site: Site, dtype: mx.Dtype, kernels: bool | None) -> Resolved | None:
+    """What `resolved` has chosen in this process; None if it was not asked for this."""
+    backend = detect()
+    return _resolved.get((site, dtype, backend, _allowed(kernels, backend)))
+
+
+def _allowed(kernels: bool | None, backend: Backend) -> bool:
+    return backend.name == "cuda" if kernels is None else kernels
 
 
 def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
@@ -78,8 +89,11 @@ def _shown(wanted: list[_Key], backend: Backend) -> Iterable[_Key]:
 
 
 def report() -> dict[Site, tuple[str, str]]:
-    """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason)."""
-    return {site: (found.state, found.reason) for (site, *_), found in _resolved.items()}
+    """Each site asked for in this process, in that order: ("kernel", "written out" or "plain", reason).
+
+    Of a site asked for in several ways (another dtype, without kernels) the last; `states.running` is of one model.
+    """
+    return {site: (found.state, found.reason) for (site, *_), found in list(_resolved.items())}
 
 
 def forget() -> None:
@@ -128,78 +142,32 @@ def _checked_form(site: Site, dtype: mx.Dtype, form: Call) -> Resolved:
 
 def _checked(site: Site, dtype: mx.Dtype, backend: Backend, program: Program) -> Resolved:
     """By what is remembered, or by a self-check that is remembered."""
-    name = key(backend, program, site)
-    about = {"site": repr(site), "device": backend.device, "backend": backend.name, "mlx": MLX}
-    known, deaths = settled(recall(name))
-    if known is not None and deaths:
-        remember(name, known, about)
-    if known is not None and known.state == "plain":
-        return Resolved(site.plain, "plain", f"{known.reason} (found earlier)")
-    if known is None:
-        remember(name, checking(deaths), about)
-    try:
-        call, finding, laid = _try_ahead(site, dtype, backend, program, known)
-    except BaseException:  # interrupted: says nothing about the kernel
-        remember(name, known, about)
-        raise
-    if finding != known:
-        remember(name, finding if finding is not None else known, about)
-    if finding is None:
-        return Resolved(call, "plain", "the device had no memory left to check it")
-    anew = f"; compiled anew in every process: {laid.reason}" if laid.reason and finding.state == "kernel" else ""
-    return Resolved(call, finding.state, finding.reason + anew)
+    check = partial(_compared, site, dtype, program)
+    call, reason = judge(key(backend, program, site), site, backend, (program,), check)
+    return Resolved(site.plain, "plain", reason) if call is None else Resolved(call, "kernel", reason)
 
 
-def _try_ahead(
-    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None
-) -> tuple[Call, Finding | None, Laid]:
-    """As `_try`, with the kernel compiled ahead where that can be."""
-    ahead = Ahead(program, backend)
-    call, finding = _try(site, dtype, backend, program, known, ahead)
-    laid = ahead.laid or Laid()
-    if laid.files and finding is not None and finding.reason.startswith("failed"):
-        ahead.laid = laid = laid.withdraw()
-        call, finding = _try(site, dtype, backend, program, known, ahead)
-    return call, finding, laid
-
-
-def _try(
-    site: Site, dtype: mx.Dtype, backend: Backend, program: Program, known: Finding | None, ahead: Ahead
-) -> tuple[Call, Finding | None]:
-    """Compiles and compares; where the kernel is known to be exact, one seed is enough. None: nothing was found out."""
-    try:
-        kernel = backend.make(program)
-        call = launcher(site, program, ahead.of(kernel), dtype, several=True)
-        compared = compare(site, call, dtype, site.seeds if known is None else 1)
-    except Exception as error:  # whatever a kernel or a device does, the plain form is there
-        if out_of_memory(error):
-            return site.plain, None
-        return site.plain, Finding("plain", f"failed: {first_lines(error)}")
+def _compared(
+    site: Site, dtype: mx.Dtype, program: Program, first: list[Kernel], kernels: list[Kernel], known: Finding | None
+) -> tuple[Call, Finding]:
+    """As `judge` asks for it; where the kernel is known to be exact, one seed is enough."""
+    call = launcher(site, program, first[0], dtype, several=True)
+    compared = compare(site, call, dtype, site.seeds if known is None else 1)
     if compared.differs:
-        return site.plain, Finding("plain", f"not exact here: {compared.differs}")
+        return call, Finding("plain", f"not exact here: {compared.differs}")
     if known is not None:
-        return launcher(site, program, kernel, dtype, known.several), known
+        return launcher(site, program, kernels[0], dtype, known.several), known
     rows = 0 if site.one_row else _compare_rows(site, call, dtype)
     reason = f"exact: {compared.values + rows} values compared{'' if rows or site.one_row else '; one row only'}"
-    return launcher(site, program, kernel, dtype, rows > 0), Finding("kernel", reason, rows > 0)
+    return launcher(site, program, kernels[0], dtype, rows > 0), Finding("kernel", reason, rows > 0)
 
 
 def _compare_rows(site: Site, call: Call, dtype: mx.Dtype) -> int:
     """How many values were compared for several rows; 0 if the kernel is not for them."""
     try:
         compared = compare(site, call, dtype, max(4, site.seeds // 4), SEVERAL_ROWS)
-    except Exception:
+    except Exception as error:
+        if out_of_memory(error):
+            raise
         return 0
     return 0 if compared.differs else compared.values
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Which says nothing about a kernel."""
-    return "memory" in str(error) and "illegal" not in str(error)
-
-
-def first_lines(error: Exception, count: int = 3) -> str:
-    """What a compiler says first: the lines with `error`, or the first lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    chosen = [line for line in lines if "error" in line.lower()] or lines
-    return " | ".join(chosen[:count])[:600]

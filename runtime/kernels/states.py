@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..arrays import dtype_name
+from ..bound import stream_dtype
 from .backends import Backend, detect
 from .memory import key, recall, settled
 from .program import Unsupported
-from .resolve import DTYPE, report
+from .resolve import DTYPE, chosen
 from .site import Site, sites_of
 
 
@@ -30,9 +31,14 @@ class SiteState:
 
 def running(model: Any) -> tuple[SiteState, ...]:
     """Each site of a specialized model as it was chosen in this process, then its quantized products by their slot."""
-    chosen, bound = report(), model._bound
-    pairs = (*_named(bound.files), *bound.products) if bound.routes else ()
-    return tuple(SiteState(name, repr(site), *chosen[site]) for name, site in pairs if site in chosen)
+    bound = model._bound
+    if not bound.routes:
+        return ()
+    dtype = stream_dtype(model.get("language_model", model))
+    kernels = False if bound.kernels_reason else model._options.kernels
+    pairs = (*_named(bound.files), *bound.products)
+    found = [(name, site, chosen(site, dtype, kernels)) for name, site in pairs]
+    return tuple(SiteState(name, repr(site), one.state, one.reason) for name, site, one in found if one is not None)
 
 
 def remembered(files: Iterable[ModuleType], dtype: mx.Dtype = DTYPE) -> tuple[SiteState, ...]:

@@ -70,6 +70,21 @@ def caches_of(spec: Spec, depth: int = 0) -> list[Any]:
     return [_one(spec, layer, spec.kv_of(layer), depth) for layer in spec.owners]
 
 
+def caches_for(expected: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """Empty caches as a generated file's CACHES say."""
+    made: list[Any] = []
+    for kind, window, *stored in expected:
+        ring = kind == "sliding"
+        if stored:
+            bits, group_size = stored
+            made.append(
+                QuantizedRingCache(bits, group_size, window) if ring else QuantizedGrowingCache(bits, group_size)
+            )
+        else:
+            made.append(RotatingKVCache(window) if ring else KVCache())
+    return made
+
+
 OURS: dict[type, Any] = {mlx_lm_cache.RotatingKVCache: RotatingKVCache, mlx_lm_cache.KVCache: KVCache}
 
 

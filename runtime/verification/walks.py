@@ -22,8 +22,8 @@ class Walk:
 
     cells: tuple[tuple[str, tuple[int, ...]], ...]
     batch: int = 1
-    # or "padded" (mlx-lm's batch caches, the second row padded on the left), "none", "kv" (by the kv_config),
-    # "rollback" or "kv rollback" (half of each block is taken back before the next call)
+    # or "batch" (mlx-lm's batch caches), "padded" (the same, the second row padded on the left), "none", "kv" (by the
+    # kv_config), "rollback" or "kv rollback" (half of each block is taken back before the next call)
     caches: str = "plain"
 
 
@@ -49,6 +49,7 @@ def walks(window: int, steps: int) -> tuple[Walk, ...]:
         Walk((("a chunk larger than the window", (chunk // 2, window + chunk)), ("blocks of 4 after it", (4,) * 2))),
         Walk((("batch of 2: prefill past", (window + chunk,)), ("batch of 2: decode, blocks", (1,) * 4 + (4, 8))), 2),
         Walk((("padded batch: prefill past", (window + chunk,)), ("padded batch: decode", (1,) * 4)), 2, "padded"),
+        Walk((("batch of 1: decode across the wrap", (near, *(1,) * steps)),), caches="batch"),
         Walk((("no cache, inside", (inside,)), ("no cache, past", (window + chunk,))), caches="none"),
     )
 
@@ -141,13 +142,13 @@ def _first_line(error: Exception) -> str:
 def make_caches(oracle: Any, walk: Walk, kv_config: list[dict[str, int]] | None) -> list[Any] | None:
     if walk.caches == "none":
         return None
-    if walk.caches not in ("plain", "padded"):
+    if walk.caches not in ("plain", "batch", "padded"):
         kv = kv_config if walk.caches.startswith("kv") else None
         return make_cache(oracle, kv, rollback=walk.caches.endswith("rollback"))
     caches: list[Any] = oracle.make_cache()
     if walk.caches == "plain":
         return caches
-    padding = [0, 3]
+    padding = [0, 3] if walk.caches == "padded" else [0]
     return [
         BatchRotatingKVCache(one.max_size, padding) if isinstance(one, RotatingKVCache) else BatchKVCache(padding)
         for one in caches

@@ -38,6 +38,7 @@ from straightline.runtime.kernels.fast_check import BOUND, distance, reference
 from straightline.runtime.kernels.fast_launch import clustered, parted
 from straightline.runtime.kernels.resolve import first_lines
 from straightline.runtime.verification.random_model import build
+from straightline.runtime.verification.smaller import reduced
 
 Call = Callable[..., Any]
 SIZES = ("e4b", "12b", "26b", "e2b", "31b")
@@ -409,13 +410,15 @@ def models(options: argparse.Namespace, start: float) -> None:
 
 def model_of(size: str, options: argparse.Namespace) -> None:
     config = json.loads((ROOT / f"codegen/specs/gemma4_{size}.config.json").read_text())
+    if options.reduced:
+        config = reduced(config)
     begin = time.perf_counter()
     built, _ = build(config, mx.bfloat16)
     seconds = [time.perf_counter() - begin]
     tiers = {}
     for tier in ("exact", "fast"):
         begin = time.perf_counter()
-        tiers[tier] = specialize(built, strict=True, kernels=options.kernels, tier=tier)
+        tiers[tier] = specialize(built, strict=True, kernels=options.kernels, tier=tier, generate=options.reduced)
         seconds.append(time.perf_counter() - begin)
     fast = tiers["fast"]
     told = fast.dispatch
@@ -432,7 +435,7 @@ def model_of(size: str, options: argparse.Namespace) -> None:
     vocabulary = config.get("text_config", config)["vocab_size"]
     race(tiers, "plain K/V", lambda model: model.make_cache(), vocabulary, options)
     found = published_kv_config(published(f"gemma4-{size}").spec)
-    if found is not None:
+    if found is not None and not options.reduced:  # whose file bakes no K/V bits
         race(tiers, f"K/V of {found[0]}", lambda model: make_cache(model, found[1]), vocabulary, options)
 
 
@@ -516,6 +519,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=24, help="of a round")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="most rows of a cache (default: %(default)s)")
+    parser.add_argument("--reduced", action="store_true", help="models of toy widths (needs the codegen extra)")
     parser.add_argument("--commit", help="what to call the commit where there is no git")
     options = parser.parse_args(arguments)
     for name in ("sizes", "models", "skip"):

@@ -1,5 +1,6 @@
 """How long until the first token, in fresh processes: mlx-lm, straightline without kernels of its own, and with them
 (first process of an empty cache folder, then a second one), each in parts. Then what a kernel's call costs the host.
+Exits with 1 if a process failed, or MLX's text of a kernel is not ours. On a CPU: --toy --no-calls.
 
 Random 4-bit weights of full size; downloads nothing. About 75 s on an H200 (E4B and 12B) where MLX has compiled its own
 kernels before (run it last); where it has not, the first row takes a minute more, and --bare makes it so. It finds the
@@ -40,7 +41,7 @@ def main() -> int:
     options = parse()
     if options.child:
         return child(options)
-    begin = time.perf_counter()
+    begin, failed = time.perf_counter(), 0
     with tempfile.TemporaryDirectory(prefix="straightline-load-") as work:
         environment = prepared(Path(work), options.bare)
         if not options.no_load:
@@ -51,11 +52,13 @@ def main() -> int:
                     if time.perf_counter() - begin > options.budget:
                         print(f"{size} {title}: not reached within {options.budget} s", flush=True)
                         continue
-                    show(f"{size} {title}", run(environment, mode, size))
+                    result = run(environment, mode, size, options.toy)
+                    show(f"{size} {title}", result)
+                    failed += not result
         if not options.no_calls:
-            run(environment, "calls", "e4b")
-    print(f"load_time: {time.perf_counter() - begin:.0f} s", flush=True)
-    return 0
+            failed += not run(environment, "calls", "e4b")
+    print(f"load_time: {failed} failed, {time.perf_counter() - begin:.0f} s", flush=True)
+    return int(failed > 0)
 
 
 def parts_head() -> str:
@@ -72,9 +75,10 @@ def prepared(work: Path, bare: bool) -> dict[str, str]:
     return os.environ | own | ({"MLX_PTX_CACHE_DIR": str(work / "ptx")} if bare else {})
 
 
-def run(environment: dict[str, str], mode: str, size: str) -> dict[str, Any]:
-    """One child; what it prints beside its result is passed on."""
+def run(environment: dict[str, str], mode: str, size: str, toy: bool = False) -> dict[str, Any]:
+    """One child's result, empty if it failed; what it prints beside that is passed on."""
     command = [sys.executable, __file__, "--child", mode, "--sizes", size, "--started", repr(time.time())]
+    command += ["--toy"] * toy
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     except subprocess.TimeoutExpired as error:
@@ -87,6 +91,7 @@ def run(environment: dict[str, str], mode: str, size: str) -> dict[str, Any]:
         print(f"   {line}", flush=True)
     if done.returncode:
         print(f"   {mode} {size} exits with {done.returncode}: {done.stderr[-1500:]}", flush=True)
+        return {}
     result: dict[str, Any] = json.loads(last)
     return result
 
@@ -108,21 +113,26 @@ def show(title: str, result: dict[str, Any]) -> None:
 
 def child(options: argparse.Namespace) -> int:
     if options.child == "calls":
-        calls()
-        return 0
-    result = load(options.child, options.sizes[0])
+        failed = calls()
+        print(json.dumps({"failed": failed}))
+        return int(failed > 0)
+    result = load(options.child, options.sizes[0], options.toy)
     result["start"] -= options.started
     print(json.dumps(result))
     return 0
 
 
-def load(mode: str, size: str) -> dict[str, Any]:
+def load(mode: str, size: str, toy: bool) -> dict[str, Any]:
     """start: when weights are there; load: until the model can be called; first, second: until a token is known."""
     import mlx.core as mx
 
     from straightline.runtime.verification.random_model import build
 
     config = json.loads((ROOT / f"codegen/specs/gemma4_{size}.config.json").read_text())
+    if toy:
+        from straightline.runtime.verification.smaller import reduced
+
+        config = reduced(config)
     built, oracle = build(config, mx.bfloat16)
     mx.synchronize()
     started = time.time()
@@ -133,7 +143,7 @@ def load(mode: str, size: str) -> dict[str, Any]:
         from straightline.runtime import specialize
 
         timed_parts(parts)
-        model = specialize(built, strict=True, kernels=mode == "kernels")
+        model = specialize(built, strict=True, kernels=mode == "kernels", generate=toy)
     loaded = time.perf_counter()
     cache = model.make_cache()
     token = mx.argmax(model(mx.arange(PROMPT)[None] + 5, cache=cache)[:, -1:], axis=-1)
@@ -188,12 +198,16 @@ def timed(call: Callable[..., Any], parts: dict[str, float], part: str) -> Calla
     return timing
 
 
-def calls() -> None:
+def calls() -> int:
+    """How many parts failed."""
+    failed = 0
     for part in (compare_texts, compile_times, call_times):
         try:
             part()
         except Exception:
+            failed += 1
             print(f"{part.__name__}: {traceback.format_exc()[-1500:]}", flush=True)
+    return failed
 
 
 def sites() -> list[Any]:
@@ -243,6 +257,8 @@ def compare_texts() -> None:
         spent = time.perf_counter() - begin
         print(f"{program.name}: laid {[path.name for path in laid.files]} {laid.reason}, first call {spent:.3f} s")
     print(f"texts equal: {equal} of {len(sites())}", flush=True)
+    if equal < len(sites()):
+        raise ValueError("what MLX makes of a kernel is not what is laid for it")
 
 
 def first_call(site: Any, program: Any) -> tuple[list[Any], list[Any]]:
@@ -382,6 +398,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-calls", action="store_true", help="only seconds to the first token")
     parser.add_argument("--bare", action="store_true", help="as where MLX has compiled nothing of its own before")
     parser.add_argument("--budget", type=float, default=100.0, help="seconds after which no load is begun")
+    parser.add_argument("--toy", action="store_true", help="small models (needs the codegen extra)")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -31,7 +31,7 @@ from straightline.runtime.arrays import same_bits
 from straightline.runtime.decoding import generate_step
 from straightline.runtime.verification.proof import from_random
 
-LIMIT = 240  # seconds, after which a hang is shown and ended
+LIMIT = 140  # seconds, after which a hang is shown and ended
 Generate = Callable[..., Iterator[tuple[int, mx.array]]]
 
 
@@ -161,13 +161,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--answer", type=int, default=50)
     parser.add_argument("--parts", default="inline,overlap,answer,equal", help="which, in order (default: %(default)s)")
+    parser.add_argument("--commit", help="what to call the commit where there is no git")
     options = parser.parse_args()
     if options.tokens % 16:
         parser.error("--tokens must be a multiple of 16")
     # A fault in a thread of MLX's would end the process without a word, a deadlock would not end it at all.
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    print("\n".join(f"{key:<12} {value}" for key, value in describe(None).items()))
+    print("\n".join(f"{key:<12} {value}" for key, value in describe(options.commit).items()))
     sides = Sides(options)
     inline = ["mlx-lm", "mlx-lm's loop", *(f"steps {steps}" for steps in (1, 4, 8, 16))]
     overlap = ["mlx-lm's loop", "steps 8", *(f"steps {steps} overlapped" for steps in (1, 4, 8))]
