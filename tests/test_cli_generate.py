@@ -191,6 +191,12 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(
     assert found.replace("mlx_lm.server", "PROGRAM").startswith(message), line
 
 
+@pytest.mark.parametrize("port", ["65536", "99999", "-1"])
+def test_a_port_that_there_is_not(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "any", f"--port={port}"]) == 1
+    assert capsys.readouterr().err == f"error: serve: --port is {port}; expected 0 to 65535\n"
+
+
 def test_a_port_that_is_taken(folders: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,5 +1,6 @@
 """mlx_lm.server on a specialized model. Every flag is mlx-lm's, but for --kv-config, --kernels and --tier."""
 
+import argparse
 import os
 import sys
 import time
@@ -10,12 +11,14 @@ from typing import Any
 from ..errors import StraightlineError
 from .loader import BEYOND, Loader, replaced, specialized, split
 
+MOST_PORT = 65535
 ENDING = 0.1  # seconds; a thread takes far less
 
 
 def run(arguments: list[str]) -> int:
     """Until it is interrupted; then standard error says which path served, how often and why."""
     wishes, rest = split(arguments, "straightline serve")
+    _expect_port(rest)
     with specialized("mlx_lm.server", wishes, rest) as program, _adapted(program):
         try:
             program.main()
@@ -25,6 +28,18 @@ def run(arguments: list[str]) -> int:
             why = error.strerror or error
             raise StraightlineError(f"serve: it cannot listen there ({why}); choose another --host or --port") from None
     return 0
+
+
+def _expect_port(arguments: list[str]) -> None:
+    """Beyond the last one, the C library counts on from 0, and mlx-lm would serve where nobody looks for it."""
+    peek = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    peek.add_argument("--port", type=int, default=0)
+    try:
+        port = peek.parse_known_args(arguments)[0].port
+    except argparse.ArgumentError:
+        return  # mlx-lm's own parser says so
+    if not 0 <= port <= MOST_PORT:
+        raise StraightlineError(f"serve: --port is {port}; expected 0 to {MOST_PORT}")
 
 
 @contextmanager
