@@ -13,6 +13,7 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.rope_utils import ProportionalRoPE
 
 from ..codegen.spec import Attention, Layer, Rope, RopeKind, Spec
+from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .ops import proportional_freqs
@@ -25,7 +26,10 @@ NORMS = (nn.RMSNorm, gemma4_text.RMSNormNoScale)
 
 
 def check_facts(text: nn.Module, spec: Spec) -> None:
-    """Raises StraightlineError naming the first attribute that the file was not made for."""
+    """Raises StraightlineError naming the first attribute, or change of mlx-lm, that the file was not made for."""
+    changed = changed_upstream()
+    if changed:
+        raise StraightlineError(changed)
     inner = text["model"]
     _check("", _model_facts(text, spec))
     _check("model.", _inner_facts(inner, spec))

@@ -1,12 +1,15 @@
 """The supported range of MLX and mlx-lm: stated once more in code than in pyproject.toml, and checked (B64)."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import toys
 from comparing import Hooked, assert_same, file_of
 from mlx_lm.models import gemma4_text
 
-from straightline.runtime import HiddenTap, specialize, versions
+from straightline.codegen import upstream
+from straightline.runtime import HiddenTap, drift, specialize, versions
+from straightline.runtime.cli import main
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
@@ -77,6 +82,58 @@ def test_an_import_is_refused_as_imports_are(module: str, another_mlx_lm: dict[s
         [sys.executable, "-c", program], env=another_mlx_lm, capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{SENTENCE}\n", "")
+
+
+@pytest.fixture
+def other_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A lock of another mlx-lm than the installed one, whose functions are to be edited."""
+    path = tmp_path / "upstream.lock"
+    path.write_text(upstream.LOCK.read_text().replace(f"mlx-lm {metadata.version('mlx-lm')}", "mlx-lm 0.32.1"))
+    monkeypatch.setattr(upstream, "LOCK", path)
+    drift.changed_upstream.cache_clear()
+    yield path
+    drift.changed_upstream.cache_clear()
+
+
+def edit(path: Path, *starts: str) -> None:
+    """Another digest for the lines that start so."""
+    lines = path.read_text().splitlines(keepends=True)
+    edited = [re.sub("[0-9a-f]{16}", "0" * 16, one) if one.strip().startswith(starts) else one for one in lines]
+    assert edited != lines
+    path.write_text("".join(edited))
+
+
+def test_a_release_in_the_range_that_computes_otherwise(other_lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B64: its own code serves, and the reason names the function; `explain` says so too."""
+    edit(other_lock, "models/gemma4_text.py", "Router.__call__")
+    model = specialize(toys.build(toys.M6), file_of(toys.M6))
+    model(toys.tokens(1, 3))
+    assert model.dispatch.counts == {"generated": 0, "monolith": 1}
+    assert re.fullmatch(
+        r"mlx_lm/models/gemma4_text\.py: Router\.__call__ changed in mlx-lm [0-9.]+; review templates/experts\.py\.j2, "
+        r"then \./regen\.sh --accept-upstream",
+        model.dispatch.reason,
+    )
+    assert main(["explain", "gemma4-26b", "--json"]) == 0
+    (call,) = json.loads(capsys.readouterr().out)["calls"]
+    assert (call["path"], call["reason"]) == ("monolith", model.dispatch.reason)
+
+
+def test_a_release_in_the_range_that_computes_the_same(other_lock: Path) -> None:
+    """Other lines in those files, and another loop, which the file has nothing to do with."""
+    edit(other_lock, "models/gemma4_text.py", "generate.py", "generate_step")
+    model = specialize(toys.build(toys.M6), file_of(toys.M6), strict=True)
+    model(toys.tokens(1, 3))
+    assert model.dispatch.counts == {"generated": 1, "monolith": 0}
+
+
+def test_a_release_in_the_range_without_libcst(other_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(other_lock, "models/gemma4_text.py")
+    file = file_of(toys.D6)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    model = specialize(toys.build(toys.D6), file)
+    said = r"mlx_lm/models changed in mlx-lm [0-9.]+; expected 0\.32\.1, or the codegen extra"
+    assert re.fullmatch(said, model.dispatch.reason)
 
 
 def newer_loop() -> Any:

@@ -31,8 +31,11 @@ def calls(spec: Spec, kv_config: list[dict[str, int]] | None, files: tuple[Gener
         reason = f"no generated file has the fingerprint {spec.architecture}"
         return [Call("every call", "monolith", "", reason)]
     from ..caches import CacheGuard
+    from ..drift import changed_upstream
     from ..registry import load_generated
 
+    if changed_upstream():
+        return [Call("every call", "monolith", "", changed_upstream())]
     guards = [(one.name, CacheGuard(load_generated(one.path).CACHES)) for one in files]
     found = [_asked(what, caches, guards) for what, caches in _caches(spec.with_kv(()), kv_config)]
     return [
