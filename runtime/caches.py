@@ -57,11 +57,11 @@ class CacheGuard:
         """
         if len(caches) != len(self.expected):
             return False
-        forms = tuple(map(self._form, caches))
-        if forms not in self._maskless:
-            if any(LAYOUTS[type(cache)][1] not in MASKLESS for cache in caches):
+        kinds = tuple(map(type, caches))
+        if kinds not in self._maskless:
+            if any(LAYOUTS[kind][1] not in MASKLESS for kind in kinds):
                 return False
-            self._maskless.add(forms)
+            self._maskless.add(kinds)
         return len(set(map(_OFFSET, caches))) == 1 and all(caches[i].max_size <= window for i, window in self._rings)
 
     @property

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ class Specialized(Watched):
     _options: Options
     _tap: HiddenTap | None
     _storage: tuple[Spec, int] | None
+    _lock: Lock
 
     def __call__(
         self,
@@ -158,11 +160,18 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        earlier = None if self._bound is None else self._bound.pass_on()
-        # Let go of first: it may hold joined weights that are about to be joined anew.
-        object.__setattr__(self, "_bound", None)
-        bound = Bound(text_model(self), self._options, earlier)
-        object.__setattr__(self, "_bound", bound)
+        """One thread binds; those that come meanwhile find what it has bound."""
+        text = text_model(self)
+        with self._lock:
+            bound = self._bound
+            if bound is not None and bound.still_holds(text):
+                return bound
+            earlier = None if bound is None else bound.pass_on()
+            # Let go of first: it may hold joined weights that are about to be joined anew.
+            bound = None
+            object.__setattr__(self, "_bound", None)
+            bound = Bound(text, self._options, earlier)
+            object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         for name in REASONS:
@@ -183,7 +192,7 @@ class Specialized(Watched):
         return specialized
 
 
-_OWN = ("dispatch", "_bound", "_options", "_tap", "_storage")
+_OWN = ("dispatch", "_bound", "_options", "_tap", "_storage", "_lock")
 
 
 class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
@@ -258,6 +267,7 @@ def _specialized(model: Any, options: Options) -> Any:
     specialized.__dict__.update({key: value for key, value in vars(model).items() if key not in _OWN})
     dict.update(specialized, model)
     own: dict[str, Any] = {"dispatch": Dispatch(options.strict), "_bound": None, "_options": options, "_tap": None}
+    own["_lock"] = Lock()
     own["_storage"] = model._storage if isinstance(model, Specialized) else None
     for name, value in own.items():
         object.__setattr__(specialized, name, value)
