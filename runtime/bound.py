@@ -26,7 +26,7 @@ from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .tier import States, fast_refused, fast_route
 from .user_files import find_user_file, make_user_file
-from .watch import changes, watch
+from .watch import changed_since, changes, plain_class, watch
 from .weights import bind, floating
 
 
@@ -57,12 +57,15 @@ class Route(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What one binding passes on to the next: its files, what was found exact with them, and what was not."""
+    """What one binding passes on to the next: its files, what was found exact with them, and what was not.
+
+    Found exact with weights of a form, see `form_of`; for `decode`, by one of the files.
+    """
 
     files: tuple[ModuleType, ...] = ()
-    decode_checked: frozenset[str] = frozenset()
-    batch_checked: bool = False
-    in_place_checked: bool = False
+    decode_checked: frozenset[tuple[int, str]] = frozenset()
+    batch_checked: frozenset[int] = frozenset()
+    in_place_checked: frozenset[int] = frozenset()
     compiled_reason: str = ""
     kernels_reason: str = ""
     tier_checked: frozenset[tuple[str, bool]] = frozenset()
@@ -92,6 +95,7 @@ class Bound:
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
+        self.form = form_of(text)
         self.marked = text["model"]["layers"][0]
         self.mark = mark(self.marked)
         self.args = text.args
@@ -175,10 +179,11 @@ class Bound:
         return self._decode_refused(*next((pair for pair in pairs if not pair[1].guard.quantized), pairs[0]))
 
     def _decode_refused(self, file: ModuleType, route: Route) -> str:
-        if route.decode is None or file.FINGERPRINT in self.decode_checked or not on_gpu():
+        what = self.form, file.FINGERPRINT
+        if route.decode is None or what in self.decode_checked or not on_gpu():
             return ""
         reason = decode_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
-        self.decode_checked |= frozenset(() if reason else (file.FINGERPRINT,))
+        self.decode_checked |= frozenset(() if reason else (what,))
         return reason
 
     def _checked_quantized(self, file: ModuleType, route: Route) -> Route:
@@ -189,11 +194,13 @@ class Bound:
 
     def _check_batch(self) -> str:
         """A lone request in batch caches has plain K/V."""
+        if self.form in self.batch_checked or not on_gpu():
+            return self.decode_reason
         for file, route in zip(self.files, self.routes, strict=True):
-            if not route.guard.quantized and route.decode is not None and on_gpu() and not self.batch_checked:
+            if not route.guard.quantized and route.decode is not None:
                 caches = partial(caches_for, file.CACHES)
                 reason = batch_of_one_refused(self.weights, route, caches, self.vocabulary)
-                self.batch_checked = not reason
+                self.batch_checked |= frozenset(() if reason else (self.form,))
                 return reason
         return self.decode_reason
 
@@ -214,13 +221,14 @@ class Bound:
             return route
         if self.compiled_reason:
             route = route._replace(in_place=route.in_place.uncompiled())
-        if self.in_place_checked:
+        if self.form in self.in_place_checked:
             return route
         refused = in_place_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
         if refused and not self.compiled_reason:
             self.compiled_reason = refused
             return self._checked_in_place(file, route)
-        self.in_place_reason, self.in_place_checked = refused, not refused
+        self.in_place_reason = refused
+        self.in_place_checked |= frozenset(() if refused else (self.form,))
         return route._replace(in_place=None) if refused else route
 
     def lease(self, route: Route, caches: list[Any]) -> None:
@@ -242,6 +250,18 @@ class Bound:
         Of the arguments, which nothing watches, mlx-lm's forward reads the number of experts only.
         """
         return self.version != changes() or mark(self.marked) is not self.mark or self.args.top_k_experts != self.top_k
+
+    def still_holds(self, text: nn.Module) -> bool:
+        """Whether all that has changed since is of other models. Then it is stale no longer."""
+        now = changes()
+        if text.args is not self.args or text["model"]["layers"][0] is not self.marked:
+            return False
+        if mark(self.marked) is not self.mark or self.args.top_k_experts != self.top_k:
+            return False
+        if changed_since(text, self.version):
+            return False
+        self.version = now
+        return True
 
     def refuse(self, inputs: object, embeddings: object, per_layer_inputs: object, unknown: Any) -> str:
         """Why no generated file takes this call, whatever its caches; empty if one may."""
@@ -293,6 +313,25 @@ def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
 def mark(layer: Any) -> Any:
     """One array of a decoder layer; the object itself if it is none."""
     return layer.get("layer_scalar") if isinstance(layer, dict) else layer
+
+
+def form_of(text: nn.Module) -> int:
+    """Of what a check of kernels holds for: the class, the quantization and the dtypes of every module."""
+    return hash(
+        tuple(
+            (
+                plain_class(module),
+                getattr(module, "bits", 0),
+                getattr(module, "group_size", 0),
+                *map(_dtype, module.values()),
+            )
+            for module in text.modules()
+        )
+    )
+
+
+def _dtype(value: Any) -> Any:
+    return value.dtype if isinstance(value, mx.array) else None
 
 
 def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[ModuleType, ...]:

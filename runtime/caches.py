@@ -44,7 +44,7 @@ class CacheGuard:
     def __init__(self, expected: tuple[tuple[Any, ...], ...]) -> None:
         self.expected = expected
         self.none = (NoCache(),) * len(expected)
-        self._known: set[tuple[Any, ...]] = set()
+        self._known: dict[tuple[Any, ...], str] = {}
         self._maskless: set[tuple[Any, ...]] = set()
         self._rings = [(index, window) for index, (kind, window, *_) in enumerate(expected) if kind == "sliding"]
         # A file without quantized K/V needs no bits to tell caches apart, and has the shorter look-up.
@@ -57,11 +57,11 @@ class CacheGuard:
         """
         if len(caches) != len(self.expected):
             return False
-        forms = tuple(map(self._form, caches))
-        if forms not in self._maskless:
-            if any(LAYOUTS[type(cache)][1] not in MASKLESS for cache in caches):
+        kinds = tuple(map(type, caches))
+        if kinds not in self._maskless:
+            if any(LAYOUTS[kind][1] not in MASKLESS for kind in kinds):
                 return False
-            self._maskless.add(forms)
+            self._maskless.add(kinds)
         return len(set(map(_OFFSET, caches))) == 1 and all(caches[i].max_size <= window for i, window in self._rings)
 
     @property
@@ -75,8 +75,13 @@ class CacheGuard:
         if type(caches) is not list:
             return f"cache is a {type(caches).__name__}, file expects a list"
         forms = tuple(map(self._form, caches))
-        if forms in self._known:
-            return ""
+        reason = self._known.get(forms)
+        if reason is None:
+            reason = self._known[forms] = self._refuse(caches)
+        return reason
+
+    def _refuse(self, caches: list[Any]) -> str:
+        """Says the same of all lists of the same forms."""
         own = owned(caches, len(self.expected))
         if len(own) != len(self.expected):
             return f"cache has {len(caches)} entries, file expects {len(self.expected)}"
@@ -89,10 +94,7 @@ class CacheGuard:
                     f"cache {index} has {bits} bits in groups of {group_size}, "
                     f"file expects {stored[0]} in groups of {stored[1]}"
                 )
-        reason = mixed_layouts(own)
-        if not reason:
-            self._known.add(forms)
-        return reason
+        return mixed_layouts(own)
 
 
 def cache_form(cache: Any) -> tuple[type, int | None, int | None]:

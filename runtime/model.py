@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,7 @@ class Specialized(Watched):
     _options: Options
     _tap: HiddenTap | None
     _storage: tuple[Spec, int] | None
+    _lock: Lock
 
     def __call__(
         self,
@@ -160,11 +162,18 @@ class Specialized(Watched):
             object.__setattr__(self, "_tap", None)
 
     def _bind(self) -> Bound:
-        earlier = None if self._bound is None else self._bound.pass_on()
-        # Let go of first: it may hold joined weights that are about to be joined anew.
-        object.__setattr__(self, "_bound", None)
-        bound = Bound(text_model(self), self._options, earlier)
-        object.__setattr__(self, "_bound", bound)
+        """One thread binds; those that come meanwhile find what it has bound."""
+        text = text_model(self)
+        with self._lock:
+            bound = self._bound
+            if bound is not None and bound.still_holds(text):
+                return bound
+            earlier = None if bound is None else bound.pass_on()
+            # Let go of first: it may hold joined weights that are about to be joined anew.
+            bound = None
+            object.__setattr__(self, "_bound", None)
+            bound = Bound(text, self._options, earlier)
+            object.__setattr__(self, "_bound", bound)
         self.dispatch.file = bound.files[0].__name__ if bound.routes else None
         self.dispatch.reason = bound.reason
         for name in REASONS:
@@ -205,7 +214,7 @@ def _unpickled(kind: type[Specialized], path: str | None, options: Options, stor
     return _with_own(kind.__new__(kind), options, storage)
 
 
-_OWN = ("dispatch", "_bound", "_options", "_tap", "_storage")
+_OWN = ("dispatch", "_bound", "_options", "_tap", "_storage", "_lock")
 
 
 class SpecializedModel(Specialized, gemma4.Model):  # type: ignore[misc]
@@ -283,7 +292,7 @@ def _specialized(model: Any, options: Options) -> Any:
 
 
 def _with_own(specialized: Any, options: Options, storage: tuple[Spec, int] | None) -> Any:
-    own = (Dispatch(options.strict), None, options, None, storage)
+    own = (Dispatch(options.strict), None, options, None, storage, Lock())
     for name, value in zip(_OWN, own, strict=True):
         object.__setattr__(specialized, name, value)
     return specialized

@@ -7,17 +7,24 @@ module differs: same name, same behaviour, `isinstance` still true.
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+_numbers = count(1)  # taken one by one, whatever threads do
 _changes = 0
 
 
 def changes() -> int:
-    """How often any watched module has been changed in this process."""
+    """The number of the latest change of any watched module in this process."""
     return _changes
+
+
+def changed_since(root: nn.Module, number: int) -> bool:
+    """Whether a later change than this one was of the tree below `root`."""
+    return any(vars(one).get("_changed", 0) > number for one in _counting(root))
 
 
 def _counted(name: str, base: type, method: Any = None) -> Any:
@@ -29,7 +36,8 @@ def _counted(name: str, base: type, method: Any = None) -> Any:
             return method(self, *args, **kwargs)
         finally:
             # Counted when it is done: a forward in another thread that binds before that will bind again.
-            _changes += 1
+            self.__dict__["_changed"] = number = next(_numbers)
+            _changes = number
 
     return counted
 
@@ -103,9 +111,17 @@ def watch(root: nn.Module) -> None:
         kind: Any = type(module)
         if Watched not in kind.__mro__:
             module.__class__ = _watched_class(kind)
+            module.__dict__.pop("_changed", None)  # a copy's, from another process perhaps
         for key, value in module.items():
             if type(value) is list:
                 dict.__setitem__(module, key, WatchedList(value))
+
+
+def _counting(root: nn.Module) -> Iterator[Any]:
+    """Every watched module of the tree and every watched list."""
+    for module in _below(root):
+        yield module
+        yield from (value for value in module.values() if type(value) is WatchedList)
 
 
 def _below(module: Any) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ import types
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from comparing import FOUR_BIT, assert_same, file_of
 from test_kv_generated import file_with, mixes
@@ -96,6 +97,12 @@ def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers[0].layer_scalar = mx.array([0.5])
     model(tokens(1, 4))
     assert asked == len(calls) == 4  # two tokens of a sequence, and of a batch of one
+    nn.quantize(model, **FOUR_BIT)
+    model(tokens(1, 4))
+    assert len(calls) == 8  # other kernels may serve now
+    model.layers[0].layer_scalar = mx.array([0.25])
+    model(tokens(1, 4))
+    assert len(calls) == 8
 
 
 def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

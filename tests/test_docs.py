@@ -33,6 +33,7 @@ REASONERS = {"refuse", "mixed_layouts", "usage_error", "_choose", "_checked_form
     "_measured",
     "_check_decode",
     "_refused",
+    "_refuse",
     "fast_refused",
     "refused",
 }

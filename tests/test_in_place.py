@@ -381,7 +381,7 @@ def test_the_check_at_load(walk: Walk) -> None:
 def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
     model = walk.pair.model
     bound = model._bound
-    bound.in_place_checked, bound.compiled_reason = False, ""
+    bound.in_place_checked, bound.compiled_reason = frozenset(), ""
     right = bound.routes[0].in_place.moving
     wrong = SimpleNamespace(
         **vars(right) | {"sliding_layer": lambda function, w, s, h, *rest: function(w, s, -h, *rest)}

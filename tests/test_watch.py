@@ -6,6 +6,7 @@ Also copies, models that share modules, and edits that no generated file is made
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pairs import Pair, four_bit, pair, text
 
 from straightline.codegen import generate
 from straightline.runtime import HiddenTap, StraightlineError, load_generated, make_cache, specialize
+from straightline.runtime.bound import Bound
 from straightline.runtime.watch import changes, plain_class
 
 IDS = toys.tokens(1, 9)
@@ -349,15 +351,63 @@ def test_gradients_in_eval_mode() -> None:
     models.served()
 
 
-def test_changes_elsewhere_bind_again_and_nothing_more() -> None:
-    """The count of changes is one for the process: another model's changes cost a bind, and are not this model's."""
+def test_changes_elsewhere_bind_nothing() -> None:
+    """The count of changes is one for the process; whose they were is looked up, and these are another model's."""
     first, second = four_bit(toys.D6), four_bit(toys.E6)
     before = first.model(IDS)
     bound = first.model._bound
     assert first.model(IDS) is not None and first.model._bound is bound
     second.model.load_weights([("model.norm.weight", mx.ones((64,)))], strict=False)
     assert mx.array_equal(first.model(IDS), before)
-    assert first.model._bound is not bound
+    assert first.model._bound is bound and not bound.stale()
+    for change in (
+        lambda: setattr(first.model.layers[3].mlp.up_proj, "scales", first.model.layers[3].mlp.up_proj.scales * 1),
+        lambda: first.model.layers.reverse() or first.model.layers.reverse(),
+        lambda: setattr(first.model, "args", copy.copy(first.model.args)),
+    ):
+        bound = first.model._bound
+        second.model.norm = second.model.model.norm  # a later change than this model's own
+        change()
+        second.model.norm = second.model.model.norm
+        assert mx.array_equal(first.model(IDS), before)
+        assert first.model._bound is not bound
+
+
+def test_another_text_model_put_in_is_bound() -> None:
+    """Its modules have not been changed, nor watched, and it may share the arguments of the one that it replaces."""
+    models = four_bit(toys.D6, outer=True)
+    mx.eval(models.model(IDS))
+    other = toys.build(toys.D6, quantize=FOUR_BIT, seed=5, outer=True)
+    other.language_model.args = models.model.language_model.args
+    models.model.language_model = other.language_model
+    assert mx.array_equal(models.model(IDS), other(IDS))
+    assert models.model.dispatch.counts["monolith"] == 0
+
+
+def test_one_thread_binds_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what was known before."""
+    models, binds = four_bit(toys.D6), []
+    made = Bound.__init__
+
+    def counted(self: Any, text: Any, options: Any, earlier: Any = None) -> None:
+        binds.append(earlier)
+        made(self, text, options, earlier)
+
+    monkeypatch.setattr(Bound, "__init__", counted)
+    before = models.model(IDS)
+    mx.eval(before)
+    models.model.model.norm.weight = models.model.model.norm.weight * 1
+    mx.eval(models.model.parameters())
+
+    def run(_: int) -> mx.array:
+        logits = models.model(IDS)
+        mx.eval(logits)
+        return logits
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            assert mx.array_equal(found, before)
+    assert len(binds) == 1 and binds[0] is not None
 
 
 def test_a_forward_counts_no_change() -> None:

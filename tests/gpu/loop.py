@@ -1,10 +1,11 @@
 """The loop: tokens a second of mlx-lm's `generate_step` and of straightline's, E4B at full size, random 4-bit weights.
 
-python3 tests/gpu/loop.py            about 45 s on an H200, and 15 to 70 for compiling kernels first
+python3 tests/gpu/loop.py            about 50 s on an H200, and 15 to 70 for compiling kernels first
 python3 tests/gpu/loop.py --reduced  toys, anywhere (needs the codegen extra)
 
 `inline`: mlx-lm's loop on mlx-lm's model, mlx-lm's loop on the specialized one, ours with 1, 4, 8, 16 steps.
 `overlap`: ours once more, a token being handed to the device in a second thread while the next one is built.
+`served`: one request alone in mlx-lm's BatchGenerator, as its server runs it, on either model.
 `answer`: from the prompt to the end of an answer of --answer tokens, whose end the loop does not know before.
 `equal`: the tokens, log-probabilities, caches and random key of a generation that was stopped, byte for byte.
 Sides take turns in every round; medians.
@@ -23,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 from machine import describe
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.generate import generate_step as mlx_lm_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -57,6 +59,9 @@ class Sides:
             return lambda **how: mlx_lm_step(self.prompt, self.oracle, **how)
         if name == "mlx-lm's loop":
             return lambda **how: mlx_lm_step(self.prompt, self.model, **how)
+        if name.endswith("BatchGenerator"):
+            model = self.oracle if name.startswith("mlx-lm:") else self.model
+            return lambda **how: _served(model, self.prompt.tolist(), **how)
         steps, _, where = name.removeprefix("steps ").partition(" ")
         return lambda **how: generate_step(
             self.prompt, self.model, steps=int(steps), overlap=where == "overlapped", **how
@@ -139,6 +144,16 @@ class Sides:
         return [token for token, _ in found], [*(one for _, one in found), *rows], [mx.random.state[0]]
 
 
+def _served(model: Any, prompt: list[int], max_tokens: int) -> Iterator[tuple[int, mx.array]]:
+    batch = BatchGenerator(model)
+    try:
+        batch.insert([prompt], [max_tokens])
+        while responses := batch.next_generated():
+            yield from ((response.token, response.logprobs) for response in responses)
+    finally:
+        batch.close()
+
+
 def _departure(found: Any, expected: Any) -> str:
     if found[0] != expected[0]:
         return "TOKENS DIFFER"
@@ -160,7 +175,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="timed in each round, a multiple of 16")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--answer", type=int, default=50)
-    parser.add_argument("--parts", default="inline,overlap,answer,equal", help="which, in order (default: %(default)s)")
+    parser.add_argument(
+        "--parts", default="inline,overlap,served,answer,equal", help="which, in order (default: %(default)s)"
+    )
     parser.add_argument("--commit", help="what to call the commit where there is no git")
     options = parser.parse_args()
     if options.tokens % 16:
@@ -176,6 +193,7 @@ def main() -> int:
         "equal": lambda: sides.equal(["steps 8", "steps 8 overlapped"], 40),
         "inline": lambda: sides.race(inline, options.rounds, options.tokens),
         "overlap": lambda: sides.race(overlap, options.rounds, options.tokens),
+        "served": lambda: sides.race(["mlx-lm: BatchGenerator", "BatchGenerator"], options.rounds, options.tokens),
         "answer": lambda: sides.answers(
             ["mlx-lm's loop", "steps 1", "steps 8", "steps 16", "steps 1 overlapped", "steps 8 overlapped"],
             options.rounds,
