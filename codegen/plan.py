@@ -398,7 +398,7 @@ def _title(target: Target) -> str:
     sliding = sum(layer.attention is Attention.SLIDING for layer in spec.layers)
     readers = len(spec.layers) - len(spec.owners)
     experts = f"{spec.experts.count} experts, {spec.experts.top_k} a token" if spec.experts else "no experts"
-    sharing = f"{readers} share the KV of layers {_ranges(spec.sources)}" if readers else "no KV sharing"
+    sharing = f"{readers} share the KV of layers {ranges(spec.sources)}" if readers else "no KV sharing"
     count = len(spec.layers)
     noun = "layer" if count == 1 else "layers"
     quantized = sum(stored is not None for stored in spec.kv)
@@ -427,7 +427,7 @@ def _kind_title(spec: Spec, indices: list[int]) -> str:
     stored = spec.kv_of(indices[0])
     kv = f"; K/V of {stored.bits} bits in groups of {stored.group_size}" if stored else ""
     return (
-        f"{layer.attention.value.capitalize()} {noun} {_ranges(indices)}: {layer.query_heads} query heads over "
+        f"{layer.attention.value.capitalize()} {noun} {ranges(indices)}: {layer.query_heads} query heads over "
         f"{layer.kv_heads} KV heads of {layer.head_dim}; {window}{kv}."
     )
 
@@ -436,7 +436,8 @@ def _runs(items: list[Any]) -> tuple[Run, ...]:
     return tuple(Run(item, len(list(group))) for item, group in groupby(items))
 
 
-def _ranges(indices: list[int] | tuple[int, ...]) -> str:
+def ranges(indices: Iterable[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and runs[-1][-1] == index - 1:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...codegen.checkpoint import SHARDS, refuse_special
+from ...codegen.plan import ranges
 from ...codegen.spec import Spec
 from ...codegen.tensors import OTHER_TOWERS, canonical, expected_tensors, quantization_modes
 from ..errors import StraightlineError
-from .words import ranges, size
+from .words import size
 
 MOST_BYTES = 64 * 1024 * 1024
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "U32": "uint32", "U8": "uint8"}

@@ -1,17 +1,8 @@
 """Numbers and tables as people read them. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-
-def ranges(indices: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+from ...codegen.plan import ranges
 
 
 def layers(indices: Sequence[int]) -> str:
