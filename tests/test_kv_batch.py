@@ -19,6 +19,7 @@ from straightline.runtime.kv import (
     RotatingKVCache,
     SlidingRollbackCache,
 )
+from straightline.runtime.kv.device import packing
 
 WINDOW = 8
 CPU = mx.default_stream(mx.cpu)
@@ -64,7 +65,7 @@ def test_rows_are_their_solo_runs(layout: str, fills: tuple[int, ...]) -> None:
         for place, row in enumerate(rows):
             expected = attend(solo[row], queries[place], parts[place], window)
             assert mx.allclose(found[place : place + 1], expected, rtol=1e-5, atol=1e-6).item(), (step, row)
-    assert (batch.bits, batch.group_size, batch.nbytes > 0, batch.empty()) == (4, 32, True, False)
+    assert (packing(batch), batch.nbytes > 0, batch.empty()) == ((4, 32), True, False)
     for place, row in enumerate(rows):
         taken = batch.extract(place)
         assert type(taken) is type(solo[row]) and taken.offset == solo[row].offset
