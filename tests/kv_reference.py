@@ -9,6 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from straightline.runtime.kv.device import packing
+
 HEADS, DIM = 2, 32
 Rows = tuple[mx.array, mx.array]
 
@@ -30,10 +32,10 @@ def cut(rows: Rows, start: int, end: int) -> Rows:
 
 def stored(rows: Rows, cache: Any) -> Rows:
     """The rows as a cache of these bits gives them back."""
-    if not hasattr(cache, "bits"):
+    bits, group_size = packing(cache)
+    if bits is None:
         return rows
-    packing = {"group_size": cache.group_size, "bits": cache.bits}
-    keys, values = (mx.dequantize(*mx.quantize(one, **packing), **packing) for one in rows)
+    keys, values = (mx.dequantize(*mx.quantize(one, group_size, bits), group_size, bits) for one in rows)
     return keys, values
 
 

@@ -180,3 +180,20 @@ def test_an_interval_holds_the_difference_and_is_narrow() -> None:
     assert alternated.interval(turns_of(0.02, 0.02, 400)).low > 0.01
     assert alternated.interval(turns_of(0.0, 0.2, 20)).half > 0.01  # too little is known, and it says so
     assert alternated.interval([(3.0,)]) == (3.0, 3.0, 3.0)
+
+
+def test_those_of_quantized_caches() -> None:
+    """Every walk of optiq.py; every product and attention of quantized_attention.py, one cell a line."""
+    commands = {
+        "optiq.py": ["--toy", "--dtype", "float32", "--sizes", "12b", "--steps", "3"],
+        "quantized_attention.py": ["--toy", "--limit", "1"],
+    }
+    printed = {}
+    for name, arguments in commands.items():
+        command = [sys.executable, str(GPU / name), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        printed[name] = ran.stdout.splitlines()
+    assert printed["optiq.py"][-1].startswith("12 of 12 cells equal")
+    cells = [line for line in printed["quantized_attention.py"] if " bits of " in line]
+    assert len(cells) > 15 and all(" ok " in line and "WRONG" not in line for line in cells)

@@ -19,6 +19,7 @@ from straightline.runtime.kv import (
     RotatingKVCache,
     SlidingRollbackCache,
 )
+from straightline.runtime.kv.device import packing
 
 WINDOW = 8
 CPU = mx.default_stream(mx.cpu)
@@ -64,12 +65,31 @@ def test_rows_are_their_solo_runs(layout: str, fills: tuple[int, ...]) -> None:
         for place, row in enumerate(rows):
             expected = attend(solo[row], queries[place], parts[place], window)
             assert mx.allclose(found[place : place + 1], expected, rtol=1e-5, atol=1e-6).item(), (step, row)
-    assert (batch.bits, batch.group_size, batch.nbytes > 0, batch.empty()) == (4, 32, True, False)
+    assert (packing(batch), batch.nbytes > 0, batch.empty()) == ((4, 32), True, False)
     for place, row in enumerate(rows):
         taken = batch.extract(place)
         assert type(taken) is type(solo[row]) and taken.offset == solo[row].offset
         queries_, one = random_rows(rng, 3)[0], random_rows(rng, 3)
         assert mx.allclose(attend(taken, queries_, one, window), attend(solo[row], queries_, one, window), atol=1e-6)
+
+
+@pytest.mark.parametrize("fills", [(20, 0), (20, 3), (0, 0, 9)], ids=str)
+@pytest.mark.parametrize("layout", ["ring", "growing"])
+def test_several_tokens_for_a_short_row_beside_one_that_has_wrapped(layout: str, fills: tuple[int, ...]) -> None:
+    """mlx-lm's own batch ring hides the short row's tokens from it."""
+    rng, window = np.random.default_rng(3), window_of(layout)
+    solo = [make(layout) for _ in fills]
+    for cache, fill in zip(solo, fills, strict=True):
+        if fill:
+            cache.update_and_fetch(*random_rows(rng, fill))
+    batch = solo[0].merge(solo)
+    for length in (1, 4, 1, 2, 1, 1, 1, 3):
+        queries, parts = zip(*((random_rows(rng, length)[0], random_rows(rng, length)) for _ in fills), strict=True)
+        joined = tuple(mx.concatenate([part[side] for part in parts], axis=0) for side in (0, 1))
+        found = attend(batch, mx.concatenate(list(queries), axis=0), joined, window)  # type: ignore[arg-type]
+        for row, cache in enumerate(solo):
+            expected = attend(cache, queries[row], parts[row], window)
+            assert mx.allclose(found[row : row + 1], expected, rtol=1e-5, atol=1e-6).item(), (length, row)
 
 
 @pytest.mark.parametrize("layout", ["ring", "growing"])

@@ -80,7 +80,7 @@ def test_attention_over_plain_rows_takes_packed_ones() -> None:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "PLAIN_ROWS", True)
     monkeypatch.setattr(layouts, "PLAIN_ROWS", True)
-    monkeypatch.delitem(layouts.LAYOUTS, mlx_lm_cache.QuantizedKVCache)
+    monkeypatch.delitem(layouts.LAYOUTS, mlx_lm_cache.QuantizedKVCache, raising=False)
 
 
 def served(name: str, entries: Any) -> Any:

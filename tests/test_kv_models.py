@@ -1,5 +1,6 @@
 """B40, B41, B43, B59: quantized and rollback caches through toy models, monolith and file."""
 
+import copy
 import json
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,11 +12,14 @@ import toys
 from comparing import assert_same, file_of
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
+from pairs import pair
 
 from straightline.runtime import HiddenTap, StraightlineError, make_cache, specialize
 from straightline.runtime.kv import QuantizedGrowingCache, QuantizedRingCache, RotatingKVCache, SlidingRollbackCache
+from straightline.runtime.kv.device import packing
 
 MODELS = {"D6": toys.D6, "E6": toys.E6, "M6": toys.M6}
+SEEDS = {"D6": 0, "E6": 0, "M6": 9}  # of models that do not say one token for ever
 WINDOW = 8
 Entries = list[dict[str, int]]
 
@@ -37,13 +41,13 @@ MIXES: dict[str, Entries | None] = {
 @lru_cache(maxsize=8)
 def plain(name: str) -> Any:
     """mlx-lm's model, which straightline never sees."""
-    return toys.build(MODELS[name])
+    return toys.build(MODELS[name], seed=SEEDS[name])
 
 
 @lru_cache(maxsize=8)
 def served(name: str) -> Any:
     """The same weights, specialized; what the file is not made for goes to the monolith."""
-    return specialize(toys.build(MODELS[name]), file_of(MODELS[name]))
+    return specialize(toys.build(MODELS[name], seed=SEEDS[name]), file_of(MODELS[name]))
 
 
 def path_of(name: str, path: str) -> Callable[..., mx.array]:
@@ -59,53 +63,6 @@ def greedy(forward: Any, prompt: mx.array, caches: list[Any], count: int) -> lis
         tokens.append(int(mx.argmax(logits[0, -1]).item()))
         logits = forward(mx.array([[tokens[-1]]]), cache=caches)
     return tokens
-
-
-def speculative(
-    forward: Any, prompt: mx.array, caches: list[Any], truth: list[int], plan: list[tuple[int, int]]
-) -> list[int]:
-    """Greedy decoding that verifies drafts: (k, good) of `plan` drafts k tokens, the first `good` of them right.
-
-    k = 0 is a plain step, so width 1 follows a rejection whenever `plan` says so.
-    """
-    tokens = [int(mx.argmax(forward(prompt, cache=caches)[0, -1]).item())]
-    for k, good in plan:
-        right = truth[len(tokens) : len(tokens) + min(good, k)]
-        drafts = right + [(token + 1) % 97 for token in truth[len(tokens) + len(right) : len(tokens) + k]]
-        if len(drafts) < k:
-            break
-        found = mx.argmax(forward(mx.array([[tokens[-1], *drafts]]), cache=caches)[0], axis=-1).tolist()
-        accepted = next((i for i, draft in enumerate(drafts) if draft != found[i]), k)
-        assert mlx_lm_cache.can_trim_prompt_cache(caches)
-        assert mlx_lm_cache.trim_prompt_cache(caches, k - accepted) == k - accepted
-        tokens += found[: accepted + 1]
-    return tokens
-
-
-PLANS = {
-    "all rejected, then width 1": [(3, 0), (0, 0)] * 14,
-    "one kept": [(3, 1), (0, 0), (4, 1)] * 10,
-    "all kept": [(4, 4)] * 8,
-    "width 1 between": [(5, 2), (0, 0), (0, 0), (2, 0), (1, 1)] * 5,
-    "wider than the window": [(12, 3), (0, 0), (15, 1), (1, 0)] * 4,
-}
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("mix", ["plain", "mixed"])
-@pytest.mark.parametrize("path", ["monolith", "dispatched"])
-@pytest.mark.parametrize("name", MODELS)
-def test_speculative_tokens_are_the_greedy_ones(name: str, path: str, mix: str, plan: list[tuple[int, int]]) -> None:
-    """B59: prompt of 4, window of 8, drafts rejected before, across and after the edge; and three windows further."""
-    model, prompt = served(name), toys.tokens(1, 4)
-    forward = path_of(name, path)
-    truth = _truth(name, mix)
-    before = dict(model.dispatch.counts)
-    found = speculative(forward, prompt, make_cache(model, MIXES[mix], rollback=True), truth, plan)
-    assert len(found) > 24
-    assert found == truth[: len(found)]
-    if path == "dispatched" and mix == "plain":
-        assert model.dispatch.counts["monolith"] == before["monolith"]
 
 
 @lru_cache(maxsize=16)
@@ -130,7 +87,9 @@ def test_mlx_lms_speculative_decoding(name: str, mix: str) -> None:
     found = speculative_generate_step(
         prompt, model, draft, num_draft_tokens=3, max_tokens=40, prompt_cache=caches, stream=mx.default_stream(mx.cpu)
     )
-    assert [int(token) for token, *_ in found] == _truth(name, mix)[:40]
+    truth = _truth(name, mix)[:40]
+    assert [int(token) for token, *_ in found] == truth
+    assert len(set(truth)) > 10
     assert (model.dispatch.counts["monolith"] == before["monolith"]) == (mix == "plain")
 
 
@@ -225,13 +184,13 @@ def test_classes_are_what_the_kv_config_says() -> None:
     """B43: class, bits and group of each cache, per layer."""
     model = served("D6")
     found = make_cache(model, kv(l0=(4, 32), l2=(8, 64), l3=(0, 64), l5=(2, 64)))
-    described = [(type(one).__name__, getattr(one, "bits", 0), getattr(one, "group_size", 0)) for one in found]
+    described = [(type(one).__name__, *packing(one)) for one in found]
     assert described == [
         ("QuantizedRingCache", 4, 32),
-        ("RotatingKVCache", 0, 0),
+        ("RotatingKVCache", None, None),
         ("QuantizedGrowingCache", 8, 64),
-        ("RotatingKVCache", 0, 0),
-        ("RotatingKVCache", 0, 0),
+        ("RotatingKVCache", None, None),
+        ("RotatingKVCache", None, None),
         ("QuantizedGrowingCache", 2, 64),
     ]
     names = [type(one).__name__ for one in make_cache(model, kv(l0=(4, 32)), rollback=True)]
@@ -256,7 +215,7 @@ def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
         stream=mx.default_stream(mx.cpu),
     )
     found = [int(token) for token, _ in steps]
-    assert all(one.bits == 8 for one in caches)
+    assert all(packing(one) == (8, 64) for one in caches)
     assert {type(one).__name__ for one in caches} == {"QuantizedRingCache", "QuantizedGrowingCache"}
     assert found == _converted_midway(plain(name), toys.tokens(1, 11), start, 24)
     with pytest.raises(NotImplementedError):  # what plain mlx-lm does; if it learns to, ours is not needed any more
@@ -266,7 +225,7 @@ def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
 def _converted_midway(model: Any, ids: mx.array, start: int, count: int) -> list[int]:
     """The same decoding on mlx-lm's model over rows that went through quantization and back."""
     caches = model.make_cache()
-    packing = {"group_size": 64, "bits": 8}
+    eight = {"group_size": 64, "bits": 8}
     tokens: list[int] = []
     for length in (4, 4, 2, *(1,) * count):
         logits = model(ids[:, :length], cache=caches)
@@ -277,9 +236,9 @@ def _converted_midway(model: Any, ids: mx.array, start: int, count: int) -> list
         if caches[0].offset >= start and not isinstance(caches[0], FakeQuantized):
             for one in caches:
                 one.keys, one.values = (
-                    mx.dequantize(*mx.quantize(rows, **packing), **packing) for rows in (one.keys, one.values)
+                    mx.dequantize(*mx.quantize(rows, **eight), **eight) for rows in (one.keys, one.values)
                 )
-            caches = [FakeQuantized(one, packing) for one in caches]
+            caches = [FakeQuantized(one, eight) for one in caches]
     return tokens
 
 
@@ -359,3 +318,16 @@ def test_any_mlx_lm_model_can_be_asked_for_caches() -> None:
         QuantizedGrowingCache,
     ]
     assert type(make_cache(outer)[0]) is RotatingKVCache
+
+
+@pytest.mark.parametrize("length", [3, 30])
+def test_a_shallow_copy_goes_on_by_itself(length: int) -> None:
+    """Caches write into their rows in place, so a copy that shared them would see what comes after it."""
+    models = pair(toys.D6)
+    caches = models.model.make_cache()
+    mx.eval(models.model(toys.tokens(1, length), cache=caches))
+    copies, twins = [copy.copy(cache) for cache in caches], copy.deepcopy(caches)
+    models.model(toys.tokens(1, 1, seed=5), cache=caches)
+    assert_same([cache.state for cache in copies], [cache.state for cache in twins], "state")
+    ids = toys.tokens(1, 1, seed=6)
+    assert_same(models.model(ids, cache=copies), models.model(ids, cache=twins), "logits")

@@ -13,6 +13,7 @@ import toys
 from mlx_lm.models.cache import make_prompt_cache
 
 from straightline.runtime import StraightlineError, load, make_cache, specialize
+from straightline.runtime.kv.device import packing
 
 ENTRIES = [{"layer_idx": 0, "bits": 8, "group_size": 64}, {"layer_idx": 2, "bits": 4, "group_size": 32}]
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(caches: list[Any]) -> list[tuple[str, int | None, int | None]]:
-    return [(type(one).__name__, getattr(one, "bits", None), getattr(one, "group_size", None)) for one in caches]
+    return [(type(one).__name__, *packing(one)) for one in caches]
 
 
 WANTED = [("QuantizedRingCache", 8, 64), ("RotatingKVCache", None, None), ("QuantizedGrowingCache", 4, 32)]
@@ -65,9 +66,9 @@ def test_without_a_wish_or_a_file_they_are_plain(folder: Path, tmp_path: Path) -
 
 def test_one_number_of_bits(folder: Path) -> None:
     model, _ = load(folder, kv_bits=8)
-    assert [one.bits for one in model.make_cache()] == [8, 8, 8]
+    assert [packing(one) for one in model.make_cache()] == [(8, 64)] * 3
     model, _ = load(folder, kv_bits=4, kv_group_size=32, keep_last_full=True)
-    assert [getattr(one, "bits", None) for one in model.make_cache()] == [4, 4, None]
+    assert [packing(one)[0] for one in model.make_cache()] == [4, 4, None]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ class KVCache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         refuse_others(caches, mlx_lm_cache.KVCache, cls)
         return super().merge(caches)
 
+    def __copy__(self) -> "KVCache":
+        copy: KVCache = type(self).from_state(map(fresh, self.state))
+        return copy
+
 
 class GrowingKVCache(KVCache):
     """Every token, in order, from slot 0. `trim(n)` is exact at any time: it moves the offset, and rows go stale.
@@ -51,10 +55,6 @@ class GrowingKVCache(KVCache):
         if not self.offset:
             self.keys = self.values = None
         return trimmed
-
-    def __copy__(self) -> "GrowingKVCache":
-        copy: GrowingKVCache = type(self).from_state(self.state)
-        return copy
 
 
 def refuse_others(caches: list[Any], kind: type, wanted: type) -> None:

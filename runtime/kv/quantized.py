@@ -249,6 +249,16 @@ class BatchQuantizedRingCache(_Batch):
     layout = BatchRotatingKVCache
     solo = QuantizedRingCache
 
+    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:
+        """As mlx-lm's ring, whose mask for several tokens counts on rows in order of time.
+
+        mlx-lm brings them into it only afterwards, in the update. So once a ring has wrapped, its mask hides tokens of
+        a row that has fewer of them than the window.
+        """
+        if N > 1:
+            self._each(lambda part: part._temporal_order())
+        return super().make_mask(N, *args, **kwargs)
+
 
 QuantizedGrowingCache.batch = BatchQuantizedGrowingCache
 QuantizedRingCache.batch = BatchQuantizedRingCache

@@ -2,6 +2,7 @@
 
     . tests/gpu/path.sh
     python3 tests/gpu/memory_32k.py                 # --tokens 8192 --chunk 1024; --size e4b; --toy on a CPU
+    python3 tests/gpu/memory_32k.py --limit 60      # seconds for each prompt, which then ends where it is
 
 Random 4-bit weights. A prompt in chunks, as mlx-lm's generator computes it (caches are evaluated, logits are not), then
 single tokens. First with plain caches, then with make_cache(model, kv_config), each by the generated file.
@@ -37,12 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
     config, kv_config = subject(options)
     spec = read_config(config)
     built, _ = build(config, mx.bfloat16)
-    model = specialize(built)
+    model = specialize(built, kernels=False)  # which would take a minute to compile and change no byte of the caches
+    if not spec.sliding_window <= options.tokens or options.chunk % STEP:
+        print(f"--tokens has to be {spec.sliding_window} or more, and --chunk a multiple of {STEP}")
+        return 2
     print(f"\n{options.size}: {size_in_gb(model):.2f} GB of weights", flush=True)
-    return memory(model, spec, kv_config, options.tokens, options.chunk)
+    return memory(model, spec, kv_config, options.tokens, options.chunk, options.limit)
 
 
-def memory(model: Any, spec: Spec, kv_config: Any, tokens: int, chunk: int) -> int:
+def memory(model: Any, spec: Spec, kv_config: Any, tokens: int, chunk: int, limit: float) -> int:
     """One line for each kind of caches. How many hold another number of bytes than the formula says, or failed."""
     print(f"   {tokens} tokens in chunks of {chunk}, then {DECODED} single ones; MB beside the weights")
     print(
@@ -51,7 +55,7 @@ def memory(model: Any, spec: Spec, kv_config: Any, tokens: int, chunk: int) -> i
     wrong = 0
     for name, entries in (("(first)", kv_config), ("plain", None), ("kv_config", kv_config)):
         try:
-            wrong += measure(name, model, spec, entries, 2 * chunk if name == "(first)" else tokens, chunk)
+            wrong += measure(name, model, spec, entries, 2 * chunk if name == "(first)" else tokens, chunk, limit)
         except Exception as error:  # the next may still tell something
             wrong += 1
             print(f"   {name:<10} {type(error).__name__}: {str(error)[:300]}", flush=True)
@@ -60,7 +64,7 @@ def memory(model: Any, spec: Spec, kv_config: Any, tokens: int, chunk: int) -> i
     return wrong
 
 
-def measure(name: str, model: Any, spec: Spec, entries: Any, tokens: int, chunk: int) -> int:
+def measure(name: str, model: Any, spec: Spec, entries: Any, tokens: int, chunk: int, limit: float) -> int:
     """One line. 1 if the caches hold another number of bytes than the formula says."""
     gc.collect()
     mx.clear_cache()
@@ -73,6 +77,9 @@ def measure(name: str, model: Any, spec: Spec, entries: Any, tokens: int, chunk:
         model(ids[:, at : at + chunk], cache=caches)
         mx.eval([one.state for one in caches])
         mx.clear_cache()
+        if time.perf_counter() - start > limit and at + chunk < tokens:
+            tokens, name = at + chunk, f"{name}, {at + chunk} tokens"
+            break
     prompt = time.perf_counter() - start
     peak = mx.get_peak_memory() - before
     taken = []
@@ -127,6 +134,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="12b", choices=("12b", "26b", "e4b"))
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--limit", type=float, default=120, help="seconds for each prompt (default: 120)")
     parser.add_argument("--commit", help="what to call the commit where there is no git")
     parser.add_argument("--toy", action="store_true", help="a small model (needs the codegen extra)")
     return parser.parse_args(arguments)

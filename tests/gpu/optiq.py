@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     start, rows = time.perf_counter(), []
     for size in options.sizes:
         try:
-            rows += list(check(size, options))
+            for row in check(size, options):
+                rows.append(row)  # one by one: what was seen before an error counts
         except Exception as error:  # the next size may still tell something
             traceback.print_exc()
             rows.append(Row(size, f"stopped: {type(error).__name__}: {str(error)[:LONGEST]}", 0.0))
@@ -94,18 +95,24 @@ def check(size: str, options: argparse.Namespace) -> Iterator[Row]:
         flush=True,
     )
     start = time.perf_counter()
-    for seed, walk in enumerate(walks(text["sliding_window"], options.steps)):
+    cells = (
+        row
+        for seed, walk in enumerate(walks(text["sliding_window"], options.steps))
+        for row in run_walk(walk, oracle, model, text["vocab_size"], seed, kv_config)
+    )
+    for row in cells:
+        print(f"   {row.cell:<40} {row.departs or row.passed:<8} {row.seconds:7.2f} s", flush=True)
+        yield row
         if time.perf_counter() - start > options.limit:
-            print("   left out from here on: out of time", flush=True)
+            print("   any further cells are left out: out of time", flush=True)
             break
-        for row in run_walk(walk, oracle, model, text["vocab_size"], seed, kv_config):
-            print(f"   {row.cell:<40} {row.departs or row.passed:<8} {row.seconds:7.2f} s", flush=True)
-            yield row
     counts, served = model.dispatch.counts, model.dispatch.file
     print(f"   {counts['generated']} calls generated, {counts['monolith']} by mlx-lm's code ({served})", flush=True)
     print(f"   peak {mx.get_peak_memory() / 1e9:.1f} GB", flush=True)
     if size == "12b" and options.tokens and not options.toy:
-        memory(model, read_config(config), kv_config, options.tokens, 2048)
+        cells.close()  # and with it the caches of the walk
+        wrong = memory(model, read_config(config), kv_config, options.tokens, 2048, options.limit)
+        yield Row("12b: memory", f"{wrong} measures failed" if wrong else "", 0.0)
     if counts["monolith"]:
         yield Row(f"{size}: dispatch", f"{model.dispatch.reasons}", 0.0)
 

@@ -24,6 +24,8 @@ import numpy as np
 from machine import describe
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as mlx_lm_attention
 
+from straightline.runtime.arrays import bits as unsigned
+
 Rows = tuple[mx.array, ...]
 STEP = 256  # caches grow by this many rows, and hand out a slice of what they have
 
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ways", default=f"{FAST},{PLAIN}", help=f"of {', '.join(WAYS)} (default: %(default)s)")
     options = parser.parse_args(arguments)
     for key, value in describe(None).items():
-        print(f"{key:<12} {value}")
+        print(f"{key:<12} {value}", flush=True)
     ways = tuple(options.ways.split(","))
     parts = {
         "one token": one_token,
@@ -85,7 +87,7 @@ def one_token(toy: bool) -> Iterator[str]:
     for kind in (Heads("2 over 1", 2, 1, 256), Heads("4 over 2", 4, 2, 256)):
         for tokens in (200,) if toy else (912, 1024):
             for layout in LAYOUTS:
-                yield line("q @ K^T", kind, layout, (4, 64), (1,), tokens)
+                yield from lines("q @ K^T", kind, layout, (4, 64), (1,), tokens)
 
 
 def packing(toy: bool) -> Iterator[str]:
@@ -109,7 +111,7 @@ def packing(toy: bool) -> Iterator[str]:
 
 def unpacked(packed: Any, bits: int, group: int) -> np.ndarray[Any, Any]:
     """float64 of the codes, which lie one after another from the lowest bit of the first word."""
-    words = np.array(packed[0])
+    words = host(packed[0])
     flat = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
     codes = (flat * (1 << np.arange(bits))).sum(-1).astype(np.float64)
     scales, biases = (np.repeat(float64(part), group, axis=-1) for part in packed[1:])
@@ -122,15 +124,15 @@ def products(toy: bool) -> Iterator[str]:
     for product in ("q @ K^T", "p @ V"):
         for kind in KINDS[:3]:
             for layout in LAYOUTS:
-                yield line(product, kind, layout, (4, 64), (1, 2, 8, 16, tokens), tokens)
+                yield from lines(product, kind, layout, (4, 64), (1, 2, 8, 16, tokens), tokens)
     for product in ("q @ K^T", "p @ V"):
         for kind in KINDS[:2]:
             for packing in PACKINGS:
                 widths = (1, 2, 4, 7, 8, 16, 33, tokens)
-                yield line(product, kind, "contiguous", packing, widths, tokens)
+                yield from lines(product, kind, "contiguous", packing, widths, tokens)
     for tokens in (1, 2, 17, 64, 512, 527, 1024):
         for product in ("q @ K^T", "p @ V"):
-            yield line(product, KINDS[0], "contiguous", (4, 64), (1, 4, min(tokens, 64)), tokens)
+            yield from lines(product, KINDS[0], "contiguous", (4, 64), (1, 4, min(tokens, 64)), tokens)
 
 
 LAYOUTS: dict[str, Callable[[mx.array, int, int], mx.array]] = {
@@ -147,7 +149,10 @@ LAYOUTS: dict[str, Callable[[mx.array, int, int], mx.array]] = {
 }
 
 
-def line(product: str, kind: Heads, layout: str, packing: tuple[int, int], widths: tuple[int, ...], tokens: int) -> str:
+def lines(
+    product: str, kind: Heads, layout: str, packing: tuple[int, int], widths: tuple[int, ...], tokens: int
+) -> Iterator[str]:
+    """One for each width, since each may take its own half minute to compile."""
     bits, group = packing
     head = f"{product:<7} {kind.name:<11} {layout:<10} {bits} bits of {group:<3} {tokens:>4} rows "
     repeats = kind.queries // kind.keys
@@ -158,8 +163,10 @@ def line(product: str, kind: Heads, layout: str, packing: tuple[int, int], width
         handed = [LAYOUTS[layout](part, tokens, repeats) for part in packed]
         mx.eval(handed, plain)
     except Exception as error:
-        return f"{head} packing: {short(error)}"
-    return head + " ".join(f"[{one_product(product, kind, packing, handed, plain, width)}]" for width in widths)
+        yield f"{head}packing: {short(error)}"
+        return
+    for width in widths:
+        yield f"{head}by {one_product(product, kind, packing, handed, plain, width)}"
 
 
 def one_product(product: str, kind: Heads, packing: tuple[int, int], handed: Any, plain: mx.array, width: int) -> str:
@@ -314,7 +321,16 @@ def reference(q: mx.array, plain: list[mx.array], some: list[int], width: int, t
 
 
 def float64(value: mx.array) -> np.ndarray[Any, Any]:
-    return np.array(value.astype(mx.float32)).astype(np.float64)
+    return host(value.astype(mx.float32)).astype(np.float64)
+
+
+def host(value: mx.array) -> np.ndarray[Any, Any]:
+    """A copy that the CPU made: of what lies on the device numpy has read other numbers than were there."""
+    mx.eval(value)
+    with mx.stream(mx.cpu):
+        copy = (unsigned(value) | 0).view(value.dtype)
+        mx.eval(copy)
+    return np.array(copy)
 
 
 def apart(found: mx.array, expected: np.ndarray[Any, Any]) -> float:
