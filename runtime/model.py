@@ -89,6 +89,9 @@ class Specialized(Watched):
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
+            if cache is not given:  # Interrupted once, and at several positions since.
+                batches_again(given)
+                cache = given
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)

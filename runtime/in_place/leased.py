@@ -69,7 +69,3 @@ class _Leased(Borrowed):
     def offset(self) -> int:
         """Asked for often, and nothing that could be written to."""
         return self.slot.offset
-
-    @offset.setter
-    def offset(self, value: int) -> None:
-        end_lease(self).offset = value
