@@ -58,7 +58,7 @@ def _as_one(cache: Any) -> Any:
         one = mlx_lm_cache.KVCache()
     else:
         size, rows = cache.max_size, cache.keys.shape[2]
-        # mlx-lm counts the tokens that a ring has taken in by itself. Once it is full it matters no longer how many.
+        # A ring of a batch counts the padding too, or nothing of what a longer prompt had before; once full, no matter.
         full = rows == size <= min(offset, cache._offset)
         if padding > 0 or rows > size or not (full or offset == cache._offset):
             return None
@@ -69,8 +69,9 @@ def _as_one(cache: Any) -> Any:
 
 
 def _number(array: mx.array) -> int | None:
-    """What stands in an array of one number as mlx-lm makes them."""
-    return array.item() if array.shape == (1,) and array.dtype == mx.int32 else None  # type: ignore[return-value]
+    """What stands in an array of one number as mlx-lm makes them, and as it is made again."""
+    found: Any = array.item() if array.shape == (1,) and array.dtype == mx.int32 else None
+    return None if found is None else int(found)
 
 
 def stand_in(caches: list[Any], sequence: list[Any]) -> None:
@@ -125,7 +126,7 @@ class _Growing(_Front):
 
 class Then(NamedTuple):
     """A ring as its rows were lent. full: the offset from which on each token takes the row of an older one, and mlx-lm
-    counts it off the padding. more: tokens that mlx-lm counts beyond the sequence's own, those of padding say."""
+    counts it off the padding. more: what mlx-lm's `_offset` is beyond the tokens of the sequence."""
 
     padding: int
     rotated: bool
