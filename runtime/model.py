@@ -89,7 +89,8 @@ class Specialized(Watched):
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
-            if cache is not given:  # Interrupted once, and at several positions since.
+            if cache is not given:  # A token was interrupted, so these are at several positions.
+                assert given is not None
                 batches_again(given)
                 cache = given
             logits = route.forward(bound.weights, inputs, cache, hook)
