@@ -35,14 +35,6 @@ def lease_of(caches: Any) -> "Lease | None":
         return None
 
 
-def end_leases(caches: Any) -> bool:
-    """Each cache of a list is its own again; whether any was not."""
-    leased = [cache for cache in caches if isinstance(cache, _Leased)] if isinstance(caches, (list, tuple)) else []
-    for cache in leased:
-        end_lease(cache)
-    return bool(leased)
-
-
 def end_lease(cache: Any) -> Any:
     """The cache, with its rows. Waits until they are written; if that fails, the lease goes on."""
     held = vars(cache)

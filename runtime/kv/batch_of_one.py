@@ -91,14 +91,6 @@ def stand_in(caches: list[Any], sequence: list[Any]) -> None:
         borrow(cache, front)
 
 
-def batches_again(caches: Any) -> bool:
-    """Each batch cache of a list holds its own rows again; whether any did not."""
-    lent = [cache for cache in caches if isinstance(cache, _Front)] if isinstance(caches, (list, tuple)) else []
-    for cache in lent:
-        cache.give_back()
-    return bool(lent)
-
-
 class _Front(Borrowed):
     elsewhere: tuple[str, ...]
     sequence: Any

@@ -37,6 +37,14 @@ def borrow(cache: Any, front: type[Borrowed]) -> None:
     cache.__class__ = _classes[front, kind]
 
 
+def give_all_back(caches: Any) -> bool:
+    """Each cache of a list is its own again; whether any was not."""
+    lent = [cache for cache in caches if isinstance(cache, Borrowed)] if isinstance(caches, (list, tuple)) else []
+    for cache in lent:
+        cache.give_back()
+    return bool(lent)
+
+
 def give_back(cache: Any) -> None:
     """The class as it was. What the cache holds is the caller's to restore."""
     object.__setattr__(cache, "__class__", type(cache).__bases__[-1])
