@@ -17,9 +17,10 @@ from .decode_check import batch_of_one_refused, decode_refused, in_place_refused
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, end_leases, in_place_sites, leasable, run
+from .in_place import InPlace, Lease, in_place_sites, leasable, run
 from .kernels import QKVRope, Site, resolve_all, sites_of
-from .kv.batch_of_one import as_sequence, batches_again, stand_in
+from .kv.batch_of_one import as_sequence, stand_in
+from .kv.borrowed import give_all_back
 from .kv.device import packing
 from .kv.make import caches_for
 from .products import find_products, pays, with_kernels
@@ -293,7 +294,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        if batches_again(cache) or end_leases(cache):
+        if give_all_back(cache):
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]

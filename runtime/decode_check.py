@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from .arrays import same_bits
 from .evaluation import evaluate
-from .in_place import Lease, end_leases
+from .in_place import Lease
+from .kv.borrowed import give_all_back
 from .taps import no_tap
 
 PROMPT = 5
@@ -74,7 +75,7 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
             lease.end(found)
             if not _same(found, route.forward(weights, token, theirs, no_tap)):
                 return f"its logits differ from those of forward at step {step}"
-        end_leases(ours)
+        give_all_back(ours)
         for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if not all(map(_same, [mine.keys, mine.values], [other.keys, other.values])):
                 return f"it leaves another cache {index} than forward"

@@ -16,9 +16,10 @@ from ..codegen.spec import Spec
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
 from .errors import StraightlineError
-from .in_place import end_leases, lease_of
+from .in_place import lease_of
 from .kv import quantizable
-from .kv.batch_of_one import batches_again, due, sequence_of
+from .kv.batch_of_one import due, sequence_of
+from .kv.borrowed import give_all_back
 from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
 from .kv.sharing import with_stand_ins
@@ -68,7 +69,7 @@ class Specialized(Watched):
                 if single and not bound.batch_reason:
                     cache = sequence
                 else:
-                    batches_again(cache)
+                    give_all_back(cache)
             lease = lease_of(cache)
             route = None if lease is None else bound.owner(lease)
             if route is None:
@@ -89,10 +90,14 @@ class Specialized(Watched):
         hook = no_tap if step is None else step
         decode = route.decode if single else None
         if lease is not None and decode is None:
-            end_leases(cache)
+            give_all_back(cache)
         if cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
+            if cache is not given:  # A token was interrupted, so these are at several positions.
+                assert given is not None
+                give_all_back(given)
+                cache = given
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)
@@ -118,8 +123,7 @@ class Specialized(Watched):
     ) -> mx.array:
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
-        batches_again(cache)
-        end_leases(cache)
+        give_all_back(cache)
         refuse_mixed(cache)
         cache = with_stand_ins(cache, text["model"].previous_kvs)
         if tap is None:

@@ -1,8 +1,11 @@
 """A lone request in mlx-lm's batch caches: its single tokens go through `decode`, and nobody can tell."""
 
 import copy
+import gc
 import random
+import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +13,14 @@ import pytest
 import toys
 from comparing import assert_same, assert_same_caches
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 from pairs import Pair, four_bit, pair
 from test_decode_check import with_decode
 from test_in_place import leasing
@@ -184,6 +194,146 @@ def test_one_row_given_back(batch: Batch) -> None:
         ids = toys.tokens(1, length, batch.vocab, 5)
         assert_same(batch.pair.model(ids, cache=singles[0]), batch.pair.plain(ids, cache=singles[1]), "logits after it")
     batch.same()
+
+
+GROWING, RING = BatchKVCache, BatchRotatingKVCache
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (GROWING, "left_padding", [1]),
+        (GROWING, "_idx", 5),
+        (RING, "left_padding", [1]),
+        (RING, "max_size", 6),
+        (RING, "step", 2),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_anything_set(kind: type, name: str, value: Any) -> None:
+    """Of these caches alone, and of what a batch cache keeps while its rows are lent too."""
+    batch = Batch(four_bit(toys.D6))
+    batch.decode(4)
+    assert batch.alone
+    fresh = mx.array if name == "left_padding" else int  # mlx-lm subtracts from that array in place
+    batch.each(lambda cache: setattr(cache, name, fresh(value)) if isinstance(cache, kind) else None)
+    batch.decode(9)
+    batch.same()
+
+
+def test_numbers_of_another_kind() -> None:
+    """Left as they are: int64, and growth by other steps than those of the caches of one sequence."""
+    for change in (
+        lambda cache: setattr(cache, "offset", cache.offset.astype(mx.int64)),
+        lambda cache: setattr(cache, "step", 4),
+    ):
+        batch = Batch(four_bit(toys.D6))
+        batch.each(change)
+        batch.decode(7)
+        assert not batch.alone
+        batch.same()
+
+
+def test_a_prompt_longer_than_the_window_before() -> None:
+    """The next turn of a conversation: mlx-lm counts a merged ring from its rows, not from the tokens it has seen."""
+    batch = Batch(four_bit(toys.SHAPES["e4b"]), prompt=30)
+    counts = decoded(batch.pair.model)
+    batch.step(3)
+    batch.decode(8)
+    assert batch.alone and counts == {"forward": 2, "decode": 7}
+    batch.same()
+    batch.decode(3)
+    batch.each(lambda cache: cache.extend(copy.deepcopy(cache)))
+    batch.rows = 2
+    batch.decode(2)
+    batch.same()
+
+
+@pytest.mark.parametrize(("steps", "padded"), [(1, 4), (12, 1)])
+def test_left_alone_with_padding(steps: int, padded: int) -> None:
+    """The shorter of two prompts stays: its ring is taken once no padding is left in it, at the next look."""
+    batch = Batch(four_bit(toys.SHAPES["12b"]), rows=2)
+    batch.decode(steps)
+    batch.each(lambda cache: cache.filter([0]))
+    batch.rows = 1
+    counts = decoded(batch.pair.model)
+    batch.decode(20)
+    assert batch.alone and counts == {"forward": padded, "decode": 20 - padded}
+    batch.same()
+    batch.decode(5)
+    batch.same()
+
+
+@pytest.mark.parametrize("layers", [0, 2, 5])
+def test_interrupted(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is in some layers only: mlx-lm's masks no longer fit all of them, and ours neither."""
+    batch = Batch(four_bit(toys.D6))
+    batch.decode(4)
+    assert batch.alone
+    for model, caches in zip((batch.pair.model, batch.pair.plain), batch.caches, strict=True):
+        with monkeypatch.context() as patch:
+            interrupt(patch, layers)
+            with pytest.raises(KeyboardInterrupt):
+                model(toys.tokens(1, 1), cache=caches)
+    outcomes = [
+        outcome(lambda model=model, caches=caches: model(toys.tokens(1, 1), cache=caches))
+        for model, caches in zip((batch.pair.model, batch.pair.plain), batch.caches, strict=True)
+    ]
+    assert_same(*outcomes, "what the next token gives")
+    batch.same()
+
+
+def interrupt(patch: pytest.MonkeyPatch, layers: int) -> None:
+    """After so many updates of caches, of whatever class."""
+    calls = iter(range(layers))
+
+    def interrupting(update: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return update(*arguments)
+
+        return call
+
+    for kind in (KVCache, RotatingKVCache, BatchKVCache, BatchRotatingKVCache):
+        patch.setattr(kind, "update_and_fetch", interrupting(kind.update_and_fetch))
+
+
+def outcome(call: Any) -> Any:
+    """What it gives, or the message it fails with."""
+    try:
+        logits = call()
+        mx.eval(logits)
+    except ValueError as error:
+        return str(error)
+    return logits
+
+
+def test_read_from_a_file(tmp_path: Path) -> None:
+    """mlx-lm's own lack what `__init__` alone sets, and go on without."""
+    batch = Batch(four_bit(toys.config(layer_types=[toys.FULL] * 6)))
+    batch.decode(3)
+    for number, caches in enumerate(batch.caches):
+        save_prompt_cache(str(tmp_path / f"{number}.safetensors"), caches)
+        batch.caches[number] = load_prompt_cache(str(tmp_path / f"{number}.safetensors"))
+    batch.decode(3)
+    assert batch.alone
+    batch.same()
+
+
+def test_dropped_caches_are_freed() -> None:
+    batch = Batch(four_bit(toys.D6))
+    batch.decode(4)
+    sequence = sequence_of(batch.caches[0])
+    assert sequence is not None
+    left = [weakref.ref(cache) for cache in [*batch.caches[0], *sequence]]
+    gc.disable()
+    try:
+        del sequence
+        batch.caches[0].clear()
+        assert not any(cache() for cache in left)
+    finally:
+        gc.enable()
 
 
 def test_copies(batch: Batch) -> None:

@@ -8,7 +8,7 @@ same arrays at every token, and are built by mx.compile (`compiled.py`).
 """
 
 from .lease import Lease, leasable
-from .leased import end_leases, lease_of
+from .leased import lease_of
 from .sites import InPlace, in_place_sites, over_whole_buffers, run
 
-__all__ = ["InPlace", "Lease", "end_leases", "in_place_sites", "leasable", "lease_of", "over_whole_buffers", "run"]
+__all__ = ["InPlace", "Lease", "in_place_sites", "leasable", "lease_of", "over_whole_buffers", "run"]

@@ -35,14 +35,6 @@ def lease_of(caches: Any) -> "Lease | None":
         return None
 
 
-def end_leases(caches: Any) -> bool:
-    """Each cache of a list is its own again; whether any was not."""
-    leased = [cache for cache in caches if isinstance(cache, _Leased)] if isinstance(caches, (list, tuple)) else []
-    for cache in leased:
-        end_lease(cache)
-    return bool(leased)
-
-
 def end_lease(cache: Any) -> Any:
     """The cache, with its rows. Waits until they are written; if that fails, the lease goes on."""
     held = vars(cache)
@@ -69,7 +61,3 @@ class _Leased(Borrowed):
     def offset(self) -> int:
         """Asked for often, and nothing that could be written to."""
         return self.slot.offset
-
-    @offset.setter
-    def offset(self, value: int) -> None:
-        end_lease(self).offset = value

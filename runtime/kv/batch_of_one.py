@@ -48,23 +48,30 @@ def as_sequence(caches: list[Any]) -> list[Any]:
 
 
 def _as_one(cache: Any) -> Any:
-    if cache.keys is None or cache.keys.shape[0] != 1 or cache.left_padding.size != 1:
+    padding, offset = _number(cache.left_padding), _number(cache.offset)
+    if padding is None or offset is None or cache.keys.shape[0] != 1:
         return None
     one: Any
     if type(cache) is mlx_lm_cache.BatchKVCache:
-        if cache._right_padding is not None or cache.left_padding.item() or cache.offset.item() != cache._idx:
+        if padding or offset != cache._idx:
             return None
         one = mlx_lm_cache.KVCache()
-        one.offset = cache._idx
     else:
-        if cache._lengths is not None or cache.left_padding.item() > 0 or cache.offset.item() != cache._offset:
+        size, rows = cache.max_size, cache.keys.shape[2]
+        # A ring of a batch counts the padding too, or nothing of what a longer prompt had before; once full, no matter.
+        full = rows == size <= min(offset, cache._offset)
+        if padding > 0 or rows > size or not (full or offset == cache._offset):
             return None
-        if cache.keys.shape[2] > cache.max_size:
-            return None
-        one = mlx_lm_cache.RotatingKVCache(cache.max_size)
-        one.offset, one._idx = cache._offset, cache._idx
-    one.keys, one.values = cache.keys, cache.values
-    return one
+        one = mlx_lm_cache.RotatingKVCache(size)
+        one._idx = cache._idx
+    one.keys, one.values, one.offset = cache.keys, cache.values, offset
+    return one if one.step == cache.step else None
+
+
+def _number(array: mx.array) -> int | None:
+    """What stands in an array of one number as mlx-lm makes them, and as it is made again."""
+    found: Any = array.item() if array.shape == (1,) and array.dtype == mx.int32 else None
+    return None if found is None else int(found)
 
 
 def stand_in(caches: list[Any], sequence: list[Any]) -> None:
@@ -76,18 +83,12 @@ def stand_in(caches: list[Any], sequence: list[Any]) -> None:
         held.update(sequence=one, sequences=sequence)
         if front is _Ring:
             ahead = 0 if cache.rotated else cache.max_size - cache._idx
-            held["then"] = Then(cache.left_padding.item(), cache.rotated, one.offset + ahead)
+            held["then"] = Then(
+                cache.left_padding.item(), cache.rotated, one.offset + ahead, cache._offset - one.offset
+            )
         for name in front.elsewhere:
             del held[name]
         borrow(cache, front)
-
-
-def batches_again(caches: Any) -> bool:
-    """Each batch cache of a list holds its own rows again; whether any did not."""
-    lent = [cache for cache in caches if isinstance(cache, _Front)] if isinstance(caches, (list, tuple)) else []
-    for cache in lent:
-        cache.give_back()
-    return bool(lent)
 
 
 class _Front(Borrowed):
@@ -117,11 +118,12 @@ class _Growing(_Front):
 
 class Then(NamedTuple):
     """A ring as its rows were lent. full: the offset from which on each token takes the row of an older one, and mlx-lm
-    counts it off the padding."""
+    counts it off the padding. more: what mlx-lm's `_offset` is beyond the tokens of the sequence."""
 
     padding: int
     rotated: bool
     full: int
+    more: int
 
 
 class _Ring(_Front):
@@ -132,7 +134,7 @@ class _Ring(_Front):
 
     def restored(self) -> dict[str, Any]:
         one = self.sequence
-        padding, rotated, full = self.then
+        padding, rotated, full, more = self.then
         turned = max(0, one.offset - full)
         return {
             "keys": one.keys,
@@ -140,7 +142,7 @@ class _Ring(_Front):
             "offset": mx.array([one.offset]),
             "left_padding": mx.array([padding - turned]),
             "_idx": one._idx,
-            "_offset": one.offset,
+            "_offset": one.offset + more,
             "rotated": rotated or turned > 0,
         }
 
