@@ -19,7 +19,7 @@ from ..codegen.spec import Attention, Spec
 from ..codegen.target import target_names
 from ..codegen.tensors import OTHER_TOWERS, canonical, check_tensors, quantization_modes
 from .errors import StraightlineError
-from .kv.chosen import chosen_storage
+from .kv.chosen import check_choice, chosen_storage
 from .model import specialize
 from .tier import check_tier
 
@@ -55,6 +55,7 @@ def load(
     Raises StraightlineError, in one sentence, for a checkpoint that is not Gemma 4 or cannot be loaded.
     """
     check_tier(tier)
+    check_choice(kv_config, kv_bits, kv_group_size, keep_last_full)
     folder = find_folder(path_or_hf_repo, revision)
     _expect_tokenizer(folder)
     storage = chosen_storage(folder, kv_config, kv_bits, kv_group_size, keep_last_full)

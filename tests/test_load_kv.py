@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,22 @@ def test_a_bad_file_of_the_checkpoint_is_refused_before_weights_are_read(tmp_pat
     with pytest.raises(StraightlineError) as raised:
         load(tmp_path, kv_config="auto")
     assert str(raised.value) == f"{tmp_path}: kv_config.json: [0].bits is 7; expected 0, 2, 3, 4, 6 or 8"
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"kv_bits": 5}, "kv_bits is 5 and kv_group_size 64; expected one of "),
+        ({"kv_bits": 8, "kv_config": "auto"}, "kv_bits and kv_config are both given"),
+        ({"keep_last_full": True}, "keep_last_full goes with kv_bits"),
+        ({"tier": "fastest"}, "tier is 'fastest'"),
+    ],
+)
+def test_what_no_checkpoint_could_fit_is_refused_before_the_download(
+    wish: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("straightline.runtime.loading.find_folder", lambda name, revision: asked.append(name))
+    with pytest.raises(StraightlineError, match=f"^{re.escape(message)}"):
+        load("owner/name", **wish)
+    assert not asked

@@ -19,19 +19,11 @@ def chosen_storage(
 ) -> Spec | None:
     """The checkpoint's Spec with its K/V stored so; None if nothing was asked for, or "auto" finds no file.
 
-    Reads config.json, so that a wrong wish is refused before weights are loaded. Raises StraightlineError.
+    Of a choice that `check_choice` has let through. Reads config.json, so that what does not fit the checkpoint is
+    refused before weights are loaded. Raises StraightlineError.
     """
-    if isinstance(kv_config, str) and kv_config != AUTO:
-        raise StraightlineError(f'kv_config is {kv_config!r}; expected "auto", a list of entries, or None')
-    if kv_bits is None:
-        if keep_last_full:
-            raise StraightlineError("keep_last_full goes with kv_bits; a kv_config says itself what stays plain")
-        if kv_config is None or (kv_config == AUTO and not (folder / FILE).is_file()):
-            return None
-    elif kv_config is not None:
-        raise StraightlineError("kv_bits and kv_config are both given; expected one of them only")
-    else:
-        check_kv_bits(kv_bits, group_size)
+    if kv_bits is None and (kv_config is None or (kv_config == AUTO and not (folder / FILE).is_file())):
+        return None
     try:
         spec = read_config(read_file(folder / "config.json"))
         if kv_bits is not None:
@@ -41,6 +33,19 @@ def chosen_storage(
         return spec.with_kv(read_kv_config(kv_config, spec, "kv_bits" if kv_bits is not None else FILE))
     except SpecError as error:
         raise StraightlineError(f"{folder}: {error}") from None
+
+
+def check_choice(kv_config: Any, kv_bits: int | None, group_size: int, keep_last_full: bool) -> None:
+    """Raises StraightlineError for what no checkpoint could fit."""
+    if isinstance(kv_config, str) and kv_config != AUTO:
+        raise StraightlineError(f'kv_config is {kv_config!r}; expected "auto", a list of entries, or None')
+    if kv_bits is None:
+        if keep_last_full:
+            raise StraightlineError("keep_last_full goes with kv_bits; a kv_config says itself what stays plain")
+    elif kv_config is not None:
+        raise StraightlineError("kv_bits and kv_config are both given; expected one of them only")
+    else:
+        check_kv_bits(kv_bits, group_size)
 
 
 def check_kv_bits(kv_bits: int, group_size: int) -> None:
