@@ -483,7 +483,7 @@ def prompt_and_steps(seed: int) -> list[mx.array]:
 
 
 @pytest.mark.usefixtures("exact_memory")
-def test_two_thousand_steps_of_a_lease() -> None:
+def test_eight_hundred_steps_of_a_lease() -> None:
     """B72, in place: flat but for what the caches with full attention grow by."""
     walk = Walk(leasing("e4b"))
     walk.step(9)
@@ -492,9 +492,9 @@ def test_two_thousand_steps_of_a_lease() -> None:
     lease = lease_of(caches)
     assert lease is not None
     seen = []
-    for step in range(2000):
+    for step in range(800):
         mx.eval(model(toys.tokens(1, 1, walk.vocab, step), cache=caches))
-        if step % 200 == 199:
+        if step % 80 == 79:
             held = sum(slot.keys.nbytes + slot.values.nbytes for slot in lease.slots)
             seen.append(settled() - held)
     assert lease_of(caches) is lease
