@@ -3,6 +3,7 @@
 Decide here, never in the template: if a template needs `and`, the plan lacks a field.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -284,7 +285,8 @@ def _sites(spec: Spec, kinds: Iterable[Kind]) -> tuple[Site, ...]:
 def _check_stated(source: str, stated: tuple[str, ...], found: list[str]) -> None:
     for index, (one, expected) in enumerate(zip_longest(stated, found)):
         if one != expected:
-            raise SpecError(f"{source}: sites[{index}] is {_or_nothing(one)}; expected {_or_nothing(expected)}")
+            wanted = f"{_or_nothing(expected)}, of {json.dumps(found)}"
+            raise SpecError(f"{source}: sites[{index}] is {_or_nothing(one)}; expected {wanted}")
 
 
 def _or_nothing(name: str | None) -> str:

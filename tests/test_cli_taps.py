@@ -246,3 +246,13 @@ def test_many_at_once_never_write_together(tmp_path: Path) -> None:
     entered = [int(process.communicate()[0]) for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert sum(entered) > 3
+
+
+def test_a_prompt_file_is_looked_at_before_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "no-checkpoint", tmp_path)) == 1
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / 'p.jsonl'}: cannot be read (No such file or directory); expected a file of prompts\n"
+    )
+    (tmp_path / "p.jsonl").write_text("\n\n")
+    assert main(command(tmp_path / "no-checkpoint", tmp_path)) == 1
+    assert capsys.readouterr().err == "error: p.jsonl: has no prompts; expected one a line\n"

@@ -51,7 +51,7 @@ def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             '"layer_end",',
             '"layer_end", "router"',
-            f'codegen/specs/{NAME}.toml: sites[11] is "router"; expected nothing',
+            f'codegen/specs/{NAME}.toml: sites[11] is "router"; expected nothing, of ["sliding_qkv", ',
         ),
         ("layers = 42", "layers == 42", f"{NAME}.toml: cannot be read ("),
         ("layers = 42", "layers = 42\nkinds = 3", f'{NAME}.toml: the top level has "kinds", unknown to straightline'),

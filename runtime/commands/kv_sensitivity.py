@@ -19,7 +19,7 @@ from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits
 from .measurements import Measurements
 from .progress import progress
-from .prompts import digest, read_prompts
+from .prompts import digest, read_prompts, require_prompts
 from .show import indices
 from .subject import name_of
 from .words import size, table
@@ -100,6 +100,7 @@ def _load(options: argparse.Namespace) -> About:
     from ...codegen.config import read_arguments
     from ..model import text_model
 
+    require_prompts(options.data)
     if options.random:
         name, weights = options.random, "random"
         model, encode = _random(options.random)

@@ -28,6 +28,12 @@ def read_prompts(path: Path, encode: Callable[[str], list[int]], vocabulary: int
     return prompts
 
 
+def require_prompts(path: Path) -> None:
+    """Refuses a file that cannot be read or is empty, before minutes go into a model's weights."""
+    if next(_lines(path), None) is None:
+        raise StraightlineError(f"{path.name}: has no prompts; expected one a line")
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise StraightlineError(f"{path.name}: expected a .txt or .jsonl file of prompts, one a line")
@@ -36,6 +42,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line.rstrip("\r\n")
+    except OSError as error:
+        raise StraightlineError(f"{path}: cannot be read ({error.strerror}); expected a file of prompts") from None
     except UnicodeDecodeError as error:
         raise StraightlineError(f"{path.name}: is not UTF-8 ({error.reason}); expected text") from None
 

@@ -14,7 +14,7 @@ from ..errors import StraightlineError
 from .hold import held
 from .identity import weights_digest
 from .progress import progress
-from .prompts import digest, read_prompts
+from .prompts import digest, read_prompts, require_prompts
 from .shards import FORMAT, Layout, Shard, ShardFile, plan
 from .show import indices
 from .subject import name_of
@@ -50,6 +50,7 @@ def _run(options: argparse.Namespace) -> None:
     from ..loading import find_folder, load
     from ..model import text_model
 
+    require_prompts(options.prompt_file)
     folder = find_folder(options.checkpoint)
     model, tokenizer = load(folder)
     prompts = read_prompts(options.prompt_file, tokenizer.encode, text_model(model).args.vocab_size)
