@@ -1,6 +1,7 @@
 """A specialized model: an mlx-lm Gemma 4 model that runs its generated file, and itself for whatever is left."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,7 +261,7 @@ def specialize(
         (for a model that is specialized already, the one that it uses).
     strict: raise StraightlineError where the monolith would serve, here and at every call.
     generate: if no file fits, render one into the user's cache folder (needs the `codegen` extra); it is found there
-        again next time, with or without this flag.
+        again next time, with or without this flag. Warns where that cannot be done, and mlx-lm's code serves.
     kernels: let decoding use fused kernels of straightline's own, each where a self-check on this device says that it
         is exact. None: on CUDA, where they are compiled once for all processes; elsewhere True asks for them.
     tier: "exact", mlx-lm's bits; or "fast", which is not: the attention of single tokens by a kernel of straightline's
@@ -279,6 +280,8 @@ def specialize(
     bound = specialized._bind()
     if strict and bound.reason:
         raise StraightlineError(f"strict: {bound.reason}")
+    if generate and bound.reason:
+        warnings.warn(f"straightline: mlx-lm's own code serves this model: {bound.reason}", stacklevel=2)
     return specialized
 
 
