@@ -257,7 +257,7 @@ class Bound:
     def still_holds(self, text: nn.Module) -> bool:
         """Whether all that has changed since is of other models. Then it is stale no longer."""
         now = changes()
-        if self.text() is not text or text.args is not self.args:
+        if text.args is not self.args or self.text() is not text:
             return False
         if mark(self.marked) is not self.mark or self.args.top_k_experts != self.top_k:
             return False
