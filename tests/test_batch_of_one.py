@@ -29,6 +29,7 @@ from straightline.runtime import HiddenTap, specialize
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.lease import PATIENCE
 from straightline.runtime.kv.batch_of_one import sequence_of
+from straightline.runtime.kv.borrowed import borrow
 
 
 class Batch:
@@ -280,6 +281,25 @@ def test_interrupted(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for model, caches in zip((batch.pair.model, batch.pair.plain), batch.caches, strict=True)
     ]
     assert_same(*outcomes, "what the next token gives")
+    batch.same()
+
+
+def test_interrupted_while_rows_are_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is in; no cache has lost its rows."""
+    batch, calls = Batch(four_bit(toys.D6)), iter(range(2))
+
+    def interrupting(cache: Any, front: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        borrow(cache, front)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("straightline.runtime.kv.batch_of_one.borrow", interrupting)
+        batch.pair.model(toys.tokens(1, 1), cache=batch.caches[0])
+    batch.pair.plain(toys.tokens(1, 1), cache=batch.caches[1])
+    batch.same()
+    batch.decode(9)
+    assert batch.alone
     batch.same()
 
 
