@@ -486,6 +486,10 @@ def test_what_a_mask_changes_is_seen_at_load() -> None:
     assert sequence_of(caches) is None
     right = specialize(base, file, strict=True)
     assert right.dispatch.batch_reason == ""
+    right(toys.tokens(1, 1), cache=caches)
+    assert sequence_of(caches) is not None
+    model(toys.tokens(1, 1), cache=caches)  # lent by the other, and no decode here
+    assert sequence_of(caches) is None
 
 
 @pytest.fixture
