@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -96,6 +97,7 @@ class Bound:
         watch(text)
         evaluate_hidden_arrays(text)
         self.version = changes()
+        self.text = ref(text)  # which may hold this: a text model that is specialized itself
         self.form = form_of(text)
         self.marked = text["model"]["layers"][0]
         self.mark = mark(self.marked)
@@ -255,7 +257,7 @@ class Bound:
     def still_holds(self, text: nn.Module) -> bool:
         """Whether all that has changed since is of other models. Then it is stale no longer."""
         now = changes()
-        if text.args is not self.args or text["model"]["layers"][0] is not self.marked:
+        if text.args is not self.args or self.text() is not text:
             return False
         if mark(self.marked) is not self.mark or self.args.top_k_experts != self.top_k:
             return False

@@ -7,14 +7,14 @@ module differs: same name, same behaviour, `isinstance` still true.
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import count
+from threading import RLock
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-_numbers = count(1)  # taken one by one, whatever threads do
 _changes = 0
+counting = RLock()  # taken again by a finalizer that changes a module meanwhile
 
 
 def changes() -> int:
@@ -36,8 +36,10 @@ def _counted(name: str, base: type, method: Any = None) -> Any:
             return method(self, *args, **kwargs)
         finally:
             # Counted when it is done: a forward in another thread that binds before that will bind again.
-            self.__dict__["_changed"] = number = next(_numbers)
-            _changes = number
+            with counting:
+                # The module's number first: whoever finds a new count finds whose it is.
+                self.__dict__["_changed"] = _changes + 1
+                _changes += 1
 
     return counted
 
@@ -74,7 +76,8 @@ class Watched:
         """Copies and pickles are of the plain class, which can be found by its name."""
         # Below 2 the items of a dict go another way, which would be lost here; arrays have no such protocol anyway.
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        return (_made, (plain_class(self),), *reduced[2:])
+        _, _, state, *items = reduced
+        return (_made, (plain_class(self),), _uncounted(state), *items)
 
 
 class WatchedList(list[Any]):
@@ -92,6 +95,15 @@ class WatchedList(list[Any]):
     clear = _counted("clear", list)
     reverse = _counted("reverse", list)
     sort = _counted("sort", list)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain lists."""
+        return list, (), None, iter(self)
+
+
+def _uncounted(state: dict[str, Any]) -> dict[str, Any]:
+    """Without its number, which says nothing in another process."""
+    return {key: value for key, value in state.items() if key != "_changed"}
 
 
 @cache
@@ -111,7 +123,6 @@ def watch(root: nn.Module) -> None:
         kind: Any = type(module)
         if Watched not in kind.__mro__:
             module.__class__ = _watched_class(kind)
-            module.__dict__.pop("_changed", None)  # a copy's, from another process perhaps
         for key, value in module.items():
             if type(value) is list:
                 dict.__setitem__(module, key, WatchedList(value))

@@ -29,6 +29,7 @@ from straightline.runtime import HiddenTap, specialize
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.lease import PATIENCE
 from straightline.runtime.kv.batch_of_one import sequence_of
+from straightline.runtime.kv.borrowed import borrow
 
 
 class Batch:
@@ -283,6 +284,25 @@ def test_interrupted(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch.same()
 
 
+def test_interrupted_while_rows_are_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is in; no cache has lost its rows."""
+    batch, calls = Batch(four_bit(toys.D6)), iter(range(2))
+
+    def interrupting(cache: Any, front: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        borrow(cache, front)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("straightline.runtime.kv.batch_of_one.borrow", interrupting)
+        batch.pair.model(toys.tokens(1, 1), cache=batch.caches[0])
+    batch.pair.plain(toys.tokens(1, 1), cache=batch.caches[1])
+    batch.same()
+    batch.decode(9)
+    assert batch.alone
+    batch.same()
+
+
 def interrupt(patch: pytest.MonkeyPatch, layers: int) -> None:
     """After so many updates of caches, of whatever class."""
     calls = iter(range(layers))
@@ -466,6 +486,10 @@ def test_what_a_mask_changes_is_seen_at_load() -> None:
     assert sequence_of(caches) is None
     right = specialize(base, file, strict=True)
     assert right.dispatch.batch_reason == ""
+    right(toys.tokens(1, 1), cache=caches)
+    assert sequence_of(caches) is not None
+    model(toys.tokens(1, 1), cache=caches)  # lent by the other, and no decode here
+    assert sequence_of(caches) is None
 
 
 @pytest.fixture

@@ -103,6 +103,12 @@ def test_asked_once_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers[0].layer_scalar = mx.array([0.25])
     model(tokens(1, 4))
     assert len(calls) == 8
+    model.layers[1].mlp.up_proj = nn.QuantizedLinear(64, 128, bias=False, group_size=32, bits=8)
+    model(tokens(1, 4))
+    assert len(calls) == 12
+    model.set_dtype(mx.bfloat16)
+    model(tokens(1, 4))
+    assert len(calls) == 16
 
 
 def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,6 +58,9 @@ group.two  20  echo two
 """
 
 
+on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="session.py reads /proc")
+
+
 def start(folder: Path, table: str, *arguments: str) -> subprocess.Popen[str]:
     (folder / "jobs.txt").write_text(table)
     where = {"OUT": str(folder / "out"), "RESULTS": str(folder / "results"), "PYTHON": sys.executable}
@@ -74,10 +78,14 @@ def archived(folder: Path) -> dict[str, str]:
 
 
 def running(text: str) -> list[str]:
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return [line for line in found if text in line]
 
 
+@on_linux
 def test_a_session_brings_everything_home(tmp_path: Path) -> None:
     marker = str(100 + random.random())
     process = start(tmp_path, TABLE.format(marker=marker), "slow", "fail", "huge", "group", "--deadline", "120")
@@ -105,6 +113,7 @@ def test_a_session_brings_everything_home(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.part"))
 
 
+@on_linux
 def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None:
     marker = str(100 + random.random())
     process = start(tmp_path, f"long 400 echo begun; sleep {marker}\n", "long")
@@ -117,6 +126,7 @@ def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None
     assert not running(marker)
 
 
+@on_linux
 def test_what_a_killed_session_left_is_ended_by_the_next_one(tmp_path: Path) -> None:
     marker = str(100 + random.random())
     process = start(tmp_path, f"long 400 echo begun; sleep {marker}\n", "long")

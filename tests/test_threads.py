@@ -116,14 +116,16 @@ def test_changes_during_forwards() -> None:
     threads = [threading.Thread(target=forward, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    for turn in range(60):
-        models.model.layers[0] = layers[turn % 2]
+    turns = 0
+    while turns < 60 or (min(runs) < 4 and turns < 3000):  # on a busy machine one of them may come late
+        models.model.layers[0] = layers[turns % 2]
+        turns += 1
         stop.wait(0.01)
     stop.set()
     for thread in threads:
         thread.join(60)
     assert not wrong and min(runs) > 3
-    assert_same(models.model(IDS), expected[1], "logits after the last change")
+    assert_same(models.model(IDS), expected[(turns - 1) % 2], "logits after the last change")
 
 
 def test_taps_of_their_own() -> None:

@@ -6,7 +6,7 @@ Also copies, models that share modules, and edits that no generated file is made
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mlx_lm.utils import dequantize_model, quantize_model
 from pairs import Pair, four_bit, pair, text
 
 from straightline.codegen import generate
-from straightline.runtime import HiddenTap, StraightlineError, load_generated, make_cache, specialize
+from straightline.runtime import HiddenTap, StraightlineError, load_generated, make_cache, specialize, watch
 from straightline.runtime.bound import Bound
 from straightline.runtime.watch import changes, plain_class
 
@@ -384,6 +384,34 @@ def test_another_text_model_put_in_is_bound() -> None:
     assert models.model.dispatch.counts["monolith"] == 0
 
 
+def test_another_text_model_with_the_same_first_layer_is_bound() -> None:
+    """One that its user put together: its arguments and all but one layer are those of the one that it replaces."""
+    models = four_bit(toys.D6, outer=True)
+    models.served()
+    for one in (models.model, models.plain):
+        surgery = copy.copy(text(one))
+        surgery.model = copy.copy(surgery.model)
+        fourth = copy.deepcopy(one.layers[3])
+        fourth.layer_scalar = mx.array([0.3])
+        surgery.model.layers = [*one.layers[:3], fourth, *one.layers[4:]]
+        one.language_model = surgery
+    models.served()
+
+
+def test_changes_are_counted_one_at_a_time() -> None:
+    """Else another thread could find a newer count while the number of this change is not written down yet."""
+    model = pair(toys.D6).model
+    before, scalar = changes(), mx.array([0.3])
+    with ThreadPoolExecutor(1) as pool:
+        with watch.counting:
+            change = pool.submit(setattr, model.layers[2], "layer_scalar", scalar)
+            with pytest.raises(TimeoutError):
+                change.result(0.05)
+            assert changes() == before
+        change.result(60)
+    assert changes() == before + 1 == vars(model.layers[2])["_changed"]
+
+
 def test_one_thread_binds_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with what was known before."""
     models, binds = four_bit(toys.D6), []
@@ -473,16 +501,16 @@ def test_deepcopy_while_training() -> None:
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_pickle(outer: bool, tmp_path: Path) -> None:
+def test_pickle(outer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As plain mlx-lm models do; what comes out is specialized, binds anew and is apart. A user's file goes by path."""
+    monkeypatch.chdir(tmp_path)
     plain = toys.build(toys.E6, quantize=FOUR_BIT, outer=outer)
     (tmp_path / "mine.py").write_text(generate(toys.E6, "mine"))
-    model = specialize(
-        toys.build(toys.E6, quantize=FOUR_BIT, outer=outer), load_generated(tmp_path / "mine.py"), strict=True
-    )
+    model = specialize(toys.build(toys.E6, quantize=FOUR_BIT, outer=outer), load_generated("mine.py"), strict=True)
     with model.tapped([1]):
         model(IDS)
         model.extra = "kept"
+        monkeypatch.chdir("/")
         first, second = pickle.loads(pickle.dumps([model, model]))
     assert first is second and type(first) is type(model) and first.extra == "kept"
     assert first.dispatch.counts == {"generated": 0, "monolith": 0} and first.dispatch.strict
@@ -557,6 +585,18 @@ def test_two_models_share_modules() -> None:
     Pair(first, plains[0]).served()
     Pair(second, plains[1]).served()
     assert not mx.array_equal(first(IDS), second(IDS))
+
+
+def test_what_is_copied_has_no_number_of_a_change() -> None:
+    """Which another process counts otherwise; and lists are plain ones."""
+    model = pair(toys.D6).model
+    model.layers[0] = model.layers[0]
+    model.norm = model.model.norm
+    model.layers[0].layer_scalar = mx.array([0.3])
+    for twin in (pickle.loads(pickle.dumps(model.model)), copy.deepcopy(model.model)):
+        assert type(twin.layers) is list and len(twin.layers) == 6
+        assert not any("_changed" in vars(one) for one in twin.modules())
+    assert "_changed" in vars(model) and "_changed" not in model.__reduce_ex__(4)[2]
 
 
 def test_watched_modules_pickle() -> None:

@@ -86,9 +86,9 @@ def stand_in(caches: list[Any], sequence: list[Any]) -> None:
             held["then"] = Then(
                 cache.left_padding.item(), cache.rotated, one.offset + ahead, cache._offset - one.offset
             )
+        borrow(cache, front)  # before anything is gone from it, should an interrupt come here
         for name in front.elsewhere:
             del held[name]
-        borrow(cache, front)
 
 
 class _Front(Borrowed):
