@@ -91,9 +91,10 @@ def test_without_the_tools(folder: Path, monkeypatch: pytest.MonkeyPatch, missin
     for name in TOOLS:
         if name != missing:
             monkeypatch.delitem(sys.modules, name)
-    model = specialize(toys.build(CONFIG), generate=True)
-    assert_same(model(IDS), toys.build(CONFIG)(IDS), "logits")
     reason = f"generate=True needs {missing}; install it with: pip install 'straightline[codegen]'"
+    with pytest.warns(UserWarning, match=f"^straightline: mlx-lm's own code serves this model: {re.escape(reason)}$"):
+        model = specialize(toys.build(CONFIG), generate=True)
+    assert_same(model(IDS), toys.build(CONFIG)(IDS), "logits")
     assert model.dispatch.last == ("monolith", reason)
     with pytest.raises(StraightlineError, match=re.escape(f"strict: {reason}")):
         specialize(toys.build(CONFIG), generate=True, strict=True)
@@ -103,7 +104,8 @@ def test_without_the_tools(folder: Path, monkeypatch: pytest.MonkeyPatch, missin
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STRAIGHTLINE_CACHE", str(tmp_path / "file"))
-    model = specialize(toys.build(CONFIG), generate=True)
+    with pytest.warns(UserWarning, match="mlx-lm's own code serves this model"):
+        model = specialize(toys.build(CONFIG), generate=True)
     assert_same(model(IDS), toys.build(CONFIG)(IDS), "logits")
     assert re.fullmatch(
         rf"{tmp_path}/file/generated: cannot be written \(.*\); set STRAIGHTLINE_CACHE to a folder that can",
