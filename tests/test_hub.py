@@ -105,6 +105,8 @@ def test_taps_on_the_command_line(offline: dict[str, str], tmp_path: Path) -> No
     ids=lambda command: command[0],
 )
 def test_the_command_line_of_what_is_not_there(command: list[str], offline: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "f.txt").write_text("a prompt\n")
+    command = [str(tmp_path / word) if word == "f.txt" else word for word in command]
     ran = run(offline, "-m", "straightline.runtime", *command)
     assert ran.returncode == 1, ran.stdout
     *others, line = ran.stderr.splitlines()

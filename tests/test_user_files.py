@@ -120,7 +120,8 @@ def test_a_disk_that_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    model = specialize(toys.build(CONFIG), generate=True)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        model = specialize(toys.build(CONFIG), generate=True)
     assert model.dispatch.reason.startswith(f"{folder}: cannot be written (No space left on device); set ")
     assert list(folder.iterdir()) == []
 
