@@ -178,13 +178,13 @@ class Specialized(Watched):
             bound = None
             object.__setattr__(self, "_bound", None)
             bound = Bound(text, self._options, earlier)
+            self.dispatch.file = bound.files[0].__name__ if bound.routes else None
+            self.dispatch.reason = bound.reason
+            for name in REASONS:
+                setattr(self.dispatch, name, getattr(bound, name))
+            self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
             object.__setattr__(self, "_bound", bound)
-        self.dispatch.file = bound.files[0].__name__ if bound.routes else None
-        self.dispatch.reason = bound.reason
-        for name in REASONS:
-            setattr(self.dispatch, name, getattr(bound, name))
-        self.dispatch.tier, self.dispatch.tier_sites = self._options.tier, bound.tier_sites
-        return bound
+            return bound
 
     def __copy__(self) -> Any:
         """A shallow copy shares every module, and binds by itself."""
