@@ -70,7 +70,7 @@ class Earlier(NamedTuple):
     in_place_checked: frozenset[int] = frozenset()
     compiled_reason: str = ""
     kernels_reason: str = ""
-    tier_checked: frozenset[tuple[str, bool]] = frozenset()
+    tier_checked: frozenset[tuple[int, str, bool]] = frozenset()
 
 
 class Bound:
@@ -211,7 +211,7 @@ class Bound:
         """The route with the fast tier's attention, once it has kept its bound on this model's own tokens."""
         sites = sites_of(file)
         fast, states = fast_route(route, sites, file.CACHES, stream_dtype(text))
-        refused, checked = self.decode_reason, (file.FINGERPRINT, fast.whole)
+        refused, checked = self.decode_reason, (self.form, file.FINGERPRINT, fast.whole)
         if fast is not route and not refused and checked not in self.tier_checked:
             refused = fast_refused(self.weights, fast, sites, partial(caches_for, file.CACHES), self.vocabulary)
             self.tier_checked |= frozenset(() if refused else (checked,))

@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 import toys
 from comparing import assert_same, assert_same_caches
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -22,6 +21,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 from pairs import Pair, four_bit, pair
+from test_batches import generated_tokens
 from test_decode_check import with_decode
 from test_in_place import leasing
 
@@ -439,19 +439,6 @@ def test_in_place_too(shape: str) -> None:
     batch.same()
 
 
-def tokens_of(model: Any, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
-    batch = BatchGenerator(
-        model, prefill_step_size=5, completion_batch_size=2, prefill_batch_size=1, stream=mx.default_stream(mx.cpu)
-    )
-    uids = batch.insert(copy.deepcopy(prompts), limits)
-    found: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := batch.next_generated():
-        for response in responses:
-            found[response.uid].append(response.token)
-    batch.close()
-    return [found[uid] for uid in uids]
-
-
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
 def test_batch_generator(shape: str) -> None:
     """A lone request is decoded but for its first token; so are those who are left alone."""
@@ -460,7 +447,8 @@ def test_batch_generator(shape: str) -> None:
     for prompts, limits, least in (([9], [20], 19), ([3, 12], [4, 25], 10)):
         ids = [toys.tokens(1, length, vocab, length)[0].tolist() for length in prompts]
         counts = decoded(models.model)
-        assert tokens_of(models.model, ids, limits) == tokens_of(models.plain, ids, limits)
+        found = generated_tokens(models.model, ids, limits, completion=2, prefill=1)
+        assert found == generated_tokens(models.plain, ids, limits, completion=2, prefill=1)
         assert counts["decode"] >= least
     assert models.model.dispatch.counts["monolith"] == 0
 

@@ -168,12 +168,21 @@ def test_right_padded_rows_equal_solo_runs(config: dict[str, Any]) -> None:
             assert_close(calls[step][row : row + 1], alone[step + 1], f"row {row}, step {step}")
 
 
-def generated_tokens(model: Any, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
-    """mlx-lm's continuous batching: requests join and leave as they come and end."""
+def generated_tokens(
+    model: Any, prompts: list[list[int]], limits: list[int], completion: int = 3, prefill: int = 2
+) -> list[list[int]]:
+    """mlx-lm's continuous batching: requests join and leave as they come and end.
+
+    completion, prefill: how many are generated for, and how many prompts are read, at a time.
+    """
     batch = BatchGenerator(
-        model, prefill_step_size=5, completion_batch_size=3, prefill_batch_size=2, stream=mx.default_stream(mx.cpu)
+        model,
+        prefill_step_size=5,
+        completion_batch_size=completion,
+        prefill_batch_size=prefill,
+        stream=mx.default_stream(mx.cpu),
     )
-    uids = batch.insert(prompts, limits)
+    uids = batch.insert(copy.deepcopy(prompts), limits)
     found: dict[int, list[int]] = {uid: [] for uid in uids}
     while responses := batch.next_generated():
         for response in responses:
@@ -189,8 +198,8 @@ def test_batch_generator(config: dict[str, Any]) -> None:
     ids = case.tokens(5, 24)
     prompts = [ids[row, :length].tolist() for row, length in enumerate([3, 12, 7, 21, 1])]
     limits = [6, 11, 3, 9, 12]
-    found = generated_tokens(case.model, copy.deepcopy(prompts), limits)
-    assert found == generated_tokens(case.plain.model, copy.deepcopy(prompts), limits)
+    found = generated_tokens(case.model, prompts, limits)
+    assert found == generated_tokens(case.plain.model, prompts, limits)
     assert [len(one) for one in found] == limits
     assert case.model.dispatch.counts["generated"] > 20
     assert case.model.dispatch.counts["monolith"] == 0

@@ -435,7 +435,7 @@ def test_on_a_models_own_tokens_it_is_measured_once_more(monkeypatch: pytest.Mon
 
 def test_measured_again_only_where_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model(monkeypatch)
-    assert model._bound.tier_checked == {(model._bound.files[0].FINGERPRINT, False)}
+    assert model._bound.tier_checked == {(model._bound.form, model._bound.files[0].FINGERPRINT, False)}
     monkeypatch.setattr("straightline.runtime.bound.fast_refused", lambda *_: pytest.fail("asked again"))
     model.layers[0].layer_scalar = mx.array([0.5], dtype=mx.bfloat16)
     model(toys.tokens(1, 2))

@@ -113,13 +113,19 @@ def test_a_session_brings_everything_home(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.part"))
 
 
-@on_linux
-def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None:
+def a_long_job(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """A session whose job has begun, and what its command line can be told by."""
     marker = str(100 + random.random())
-    process = start(tmp_path, f"long 400 echo begun; sleep {marker}\n", "long")
+    process = start(folder, f"long 400 echo begun; sleep {marker}\n", "long")
     while not running(f"sleep {marker}"):
         assert process.poll() is None
         time.sleep(0.05)
+    return process, marker
+
+
+@on_linux
+def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None:
+    process, marker = a_long_job(tmp_path)
     process.terminate()
     assert process.wait(timeout=30) == 143
     assert archived(tmp_path)["long.txt"].splitlines()[-1] == "begun"
@@ -128,11 +134,7 @@ def test_a_session_that_is_cut_brings_home_what_there_is(tmp_path: Path) -> None
 
 @on_linux
 def test_what_a_killed_session_left_is_ended_by_the_next_one(tmp_path: Path) -> None:
-    marker = str(100 + random.random())
-    process = start(tmp_path, f"long 400 echo begun; sleep {marker}\n", "long")
-    while not running(f"sleep {marker}"):
-        assert process.poll() is None
-        time.sleep(0.05)
+    process, marker = a_long_job(tmp_path)
     process.kill()
     process.wait(timeout=30)
     assert running(marker)

@@ -35,6 +35,8 @@ def due(caches: list[Any]) -> bool:
     What is padded now may not be later, and looking waits for the device.
     """
     first = caches[0]
+    if type(first) not in _FRONTS:
+        return False
     first.lone_tokens = times = getattr(first, "lone_tokens", 0) + 1
     return not times & (times - 1) and all(type(cache) in _FRONTS for cache in caches)
 
