@@ -14,7 +14,7 @@ from mlx_lm.models import switch_layers
 from .evaluation import evaluate
 from .joining import join
 from .kernels import GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, SummedExperts
-from .kernels.site import Call
+from .kernels.site import Call, stands_in
 from .watch import plain_class
 from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
 
@@ -133,8 +133,7 @@ def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call
     single = SimpleNamespace(**vars(weights))
     single.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
     for product, call in zip(products, calls, strict=True):
-        # Not `call != product.site.plain`: layers have equal sites, and one of them is asked for all.
-        if getattr(call, "__func__", None) is not type(product.site).plain:
+        if stands_in(call, product.site):
             owner = single if product.layer is None else single.layers[product.layer]
             setattr(owner, product.slot, _launch(call, product))
     return single
