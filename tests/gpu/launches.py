@@ -1,4 +1,5 @@
-"""How many kernels a token takes, by torch's profiler (it sees MLX's, too), beside the primitives of its graph.
+"""How many kernels a token takes and how long each runs, by torch's profiler (it sees MLX's, too), beside the
+primitives of its graph.
 
 Random 4-bit weights of full size, one token a call; downloads nothing. About 20 s a size on an H200. Where torch has no
 CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the profiler shows no kernels.
@@ -58,10 +59,15 @@ def count(size: str, options: argparse.Namespace, profile: Any) -> int:
         warm[side] = decode(side, calls.first, caches, 2 * TOKENS)
     kernels = profiled(profile, warm) if profile else {}
     for side, graph in found.items():
-        told = f"; {len(kernels[side]) / TOKENS:.1f} kernels" if side in kernels else ""
+        ran = kernels.get(side, ())
+        busy = sum(took for _, took in ran) / TOKENS
+        told = f"; {len(ran) / TOKENS:.1f} kernels, {busy:.0f} us of them" if ran else ""
         print(f"{size} {side.name:<13} {graph.primitives} primitives, {graph.launching} launching{told}", flush=True)
-        for name, times in Counter(kernels.get(side, ())).most_common(12):
-            print(f"      {times / TOKENS:7.1f}  {name[:110]}")
+        times, total = Counter(name for name, _ in ran), Counter[str]()
+        for name, took in ran:
+            total[name] += took
+        for name, took in total.most_common(14):
+            print(f"      {took / TOKENS:8.1f} us {times[name] / TOKENS:7.1f} times  {name[:100]}")
     return int(bool(profile) and not kernels)
 
 
@@ -74,20 +80,20 @@ def decode(side: Side, token: mx.array, caches: list[Any], tokens: int) -> tuple
     return token, caches
 
 
-def profiled(profile: Any, warm: dict[Side, tuple[mx.array, list[Any]]]) -> dict[Side, list[str]]:
-    """The names of each side's kernels, the greedy choice of the token among them."""
+def profiled(profile: Any, warm: dict[Side, tuple[mx.array, list[Any]]]) -> dict[Side, list[tuple[str, float]]]:
+    """Name and microseconds of each side's kernels, the greedy choice of the token among them."""
     with profile() as record:
         for side, (token, caches) in warm.items():
             decode(side, token, caches, TOKENS)
             time.sleep(PAUSE)
     events = [one for one in record.events() if str(one.device_type).endswith("CUDA")]
     events = [one for one in events if not re.search("memcpy|memset", one.name, re.IGNORECASE)]
-    groups: list[list[str]] = []
+    groups: list[list[tuple[str, float]]] = []
     end = float("-inf")
     for event in sorted(events, key=lambda one: one.time_range.start):
         if event.time_range.start - end > 1e6 * PAUSE / 2:
             groups.append([])
-        groups[-1].append(event.name)
+        groups[-1].append((event.name, event.time_range.elapsed_us()))
         end = event.time_range.end
     if len(groups) != len(warm):
         print(f"profiler: {len(groups)} groups of kernels for {len(warm)} sides", flush=True)
