@@ -12,7 +12,6 @@ import mlx.core as mx
 from .kernels import (
     PerLayerEnd,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -23,8 +22,6 @@ from .kernels import (
 from .kernels.site import Call, stands_in
 from .products import Product
 
-# Bytes of packed weights up to which the few blocks of one cluster read them as fast as MLX's product does.
-SMALL = 6 << 20
 PER_LAYER = "per_layer_gated"  # stands for all slots of PerLayerEnd
 BEFORE = "feedforward_end"  # what it begins with
 
@@ -73,9 +70,6 @@ def _pairs(sites: Mapping[str, Site], over_slots: Mapping[str, Site], products: 
                 over = over_slots.get(name)
                 if isinstance(over, QKVRope | QKVRopeInto):
                     yield Joint(layer, slot, in_place_name(name), ProductHeads(product, over), arrays)
-            small = slot == "o_proj" and product.packed_bytes <= SMALL
-            if small and name == "attention_end" and isinstance(site, ResidualNorms):
-                yield Joint(layer, slot, name, ProductNorms(product, site), arrays)
 
 
 def _projection(site: QKVRope) -> str:

@@ -25,47 +25,6 @@ PRODUCT = ("x", "w", "s", "b")
 
 
 @dataclass(frozen=True)
-class ProductNorms(Site):
-    """(x, w, scales, biases, *inputs of norms but the first) -> the outputs of norms, whose first input is the product.
-
-    One cluster reads all of the weights, so that these should be few.
-    """
-
-    product: QuantizedMatvec
-    norms: ResidualNorms
-
-    seeds: ClassVar[int] = 12
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.product.unit
-
-    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        return self.norms.shapes(rows)
-
-    def plain(self, *inputs: Any) -> Outputs:
-        return self.norms.plain(self.product.plain(*inputs[:4]), *inputs[4:])
-
-    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
-        return *self.product.inputs(seed, rows, dtype), *self.norms.inputs(seed, rows, dtype)[1:]
-
-    def program(self, backend: str) -> Program:
-        norms = self.norms.program(backend)
-        return replace(
-            norms,
-            function="joint_norms",
-            headers=(*MATVEC, *norms.headers, "joint_norms.h"),
-            constants=(*_sizes(backend, self.product), *_cluster(THREADS), *norms.constants),
-            inputs=(*PRODUCT, *norms.inputs[1:]),
-            arguments=(*PRODUCT, *norms.arguments[1:]),
-            threads=THREADS,
-            blocks=CLUSTER,
-            shared=(("straightline::T", "row", self.norms.size), *norms.shared),
-        )
-
-
-@dataclass(frozen=True)
 class ProductHeads(Site):
     """(x, w, scales, biases, *inputs of rope but the first) -> the outputs of rope, whose first input is the product.
 
@@ -103,7 +62,7 @@ class ProductHeads(Site):
             rope,
             function="joint_heads_into" if into else "joint_heads",
             headers=(*MATVEC, *rope.headers, "joint_heads.h", *into),
-            constants=(*_sizes(backend, self.product), *_cluster(threads), *rope.constants),
+            constants=(*_sizes(backend, self.product), *_cluster(threads, 4), *rope.constants),
             inputs=(*PRODUCT, *rope.inputs[1:]),
             arguments=(*PRODUCT, *rope.arguments[1:]),
             threads=threads,
@@ -159,7 +118,7 @@ class PerLayerEnd(Site):
             constants=(
                 *(("GATES", gate.size), ("BITS", gate.bits), ("GROUP", gate.group_size)),
                 *(("PROJECTION_BITS", projection.bits), ("PROJECTION_GROUP", projection.group_size)),
-                *(*_cluster(THREADS), *norms.constants),
+                *(*_cluster(THREADS, 10), *norms.constants),
             ),
             inputs=(*first, *norms.inputs[2:]),
             arguments=(*first, *norms.arguments[2:]),
@@ -177,5 +136,5 @@ def _sizes(backend: str, product: QuantizedMatvec) -> tuple[tuple[str, int | flo
     return sizes(backend, product.inputs_size, product.outputs_size, product.bits, product.group_size)
 
 
-def _cluster(threads: int) -> tuple[tuple[str, int], ...]:
-    return ("ROWS", 4), ("UNROLLED", 4), ("CLUSTER", CLUSTER), ("THREADS", threads)
+def _cluster(threads: int, rows: int) -> tuple[tuple[str, int], ...]:
+    return ("ROWS", rows), ("UNROLLED", 4), ("CLUSTER", CLUSTER), ("THREADS", threads)

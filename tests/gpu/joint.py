@@ -1,5 +1,5 @@
-"""What joining a product and its reader in one launch gives: decode with none, with each kind and with all, beside
-mlx-lm's, at full size on a GPU. Bits first, then speed. About 40 s a size; exits with 1 if any differ.
+"""What single parts of `decode` give: joined products, kernels for more or fewer products, a position that the device
+counts; beside mlx-lm's, at full size on a GPU. Bits first, then speed. About 50 s a size; exits with 1 if any differ.
 
     . tests/gpu/path.sh && python3 tests/gpu/joint.py --sizes e4b,12b,26b
 """
@@ -10,28 +10,43 @@ import statistics
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import mlx.core as mx
 from in_place import CONTEXT, copied, greedy
 from machine import describe
 
-from straightline.runtime import bound, specialize
+from straightline.runtime import bound, products, specialize
 from straightline.runtime.arrays import same_bits
 from straightline.runtime.benchmark.measures import count_primitives
 from straightline.runtime.in_place import lease_of
+from straightline.runtime.in_place.slot import Slot
 from straightline.runtime.joint import find_joints
-from straightline.runtime.kernels import PerLayerEnd, ProductHeads, ProductNorms
+from straightline.runtime.kernels import PerLayerEnd, ProductHeads
 from straightline.runtime.kernels.states import running
+from straightline.runtime.products import LARGE
 from straightline.runtime.verification.proof import from_random
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "apart": (),
-    "heads": (ProductHeads,),
-    "norms": (ProductNorms,),
-    "ends": (PerLayerEnd,),
-    "all": (ProductHeads, ProductNorms, PerLayerEnd),
+
+class Way(NamedTuple):
+    """joints: which kinds. large: MiB from which a product has a kernel of ours. counted: the device counts tokens."""
+
+    joints: tuple[type, ...]
+    large: int = LARGE >> 20
+    counted: bool = True
+
+
+DEVICE_COUNTS, HOST_COUNTS = vars(Slot)["offset"], property(lambda slot: slot.clock.offset)
+BOTH = (ProductHeads, PerLayerEnd)
+WAYS = {
+    "apart": Way(()),
+    "heads": Way((ProductHeads,)),
+    "ends": Way((PerLayerEnd,)),
+    "all": Way(BOTH),
+    "all, large 14": Way(BOTH, 14),
+    "all, large 2": Way(BOTH, 2),
+    "all, host counts": Way(BOTH, counted=False),
 }
 
 
@@ -55,9 +70,9 @@ def race(size: str, options: argparse.Namespace) -> bool:
     """Whether everything was equal."""
     started = time.perf_counter()
     proof = from_random(f"gemma4-{size}", options.reduced, None, None, 7)
-    models = {kind: with_joints(proof.model, kinds, options) for kind, kinds in KINDS.items()}
+    models = {name: specialized(proof.model, name, options) for name in options.ways.split(";")}
     print(f"{size}: {time.perf_counter() - started:.1f} s to build and specialize", flush=True)
-    for one in running(models["all"]):
+    for one in running(list(models.values())[-1]):
         if ", " in one.name or one.state == "plain":
             print(f"  {one.state:<12} {one.name:<36} {one.reason[:60]:<60} {one.site:.150}")
     prompt = mx.array(
@@ -66,7 +81,7 @@ def race(size: str, options: argparse.Namespace) -> bool:
     filled = proof.oracle.make_cache()
     mx.eval(proof.oracle(prompt, cache=filled), [cache.state[:2] for cache in filled])
     callables: dict[str, Any] = {"mlx-lm": proof.oracle, **models}
-    caches = {name: copied(filled, callables["apart"].make_cache) for name in callables}
+    caches = {name: copied(filled, proof.oracle.make_cache) for name in callables}
     token = equal(size, callables, caches, options.steps)
     if token is None:
         return False
@@ -74,29 +89,35 @@ def race(size: str, options: argparse.Namespace) -> bool:
     return True
 
 
-def with_joints(model: Any, kinds: tuple[type, ...], options: argparse.Namespace) -> Any:
-    """The model, specialized with joints of these kinds only."""
+def specialized(model: Any, name: str, options: argparse.Namespace) -> Any:
+    """The model, decoding in this way."""
+    way = WAYS[name]
 
     def some(*arguments: Any) -> Any:
-        return tuple(joint for joint in find_joints(*arguments) if isinstance(joint.site, kinds))
+        return tuple(joint for joint in find_joints(*arguments) if isinstance(joint.site, way.joints))
 
-    with mock.patch.object(bound, "find_joints", some):
-        specialized = specialize(model, strict=True, kernels=not options.reduced)
-    told = specialized.dispatch
-    print(
-        f"  {[kind.__name__ for kind in kinds]}: decode {told.decode_reason or 'yes'}, kernels "
-        f"{told.kernels_reason or 'yes'}, in place {told.in_place_reason or 'yes'}, compiled "
-        f"{told.compiled_reason or 'yes'}",
-        flush=True,
-    )
-    return specialized
+    with mock.patch.object(bound, "find_joints", some), mock.patch.object(products, "LARGE", way.large << 20):
+        made = specialize(model, strict=True, kernels=not options.reduced)
+    told = made.dispatch
+    reasons = [told.decode_reason, told.kernels_reason, told.in_place_reason, told.compiled_reason]
+    print(f"  {name}: {', '.join(filter(None, reasons)) or 'decode in place, compiled'}", flush=True)
+    return made
+
+
+def turn_to(name: str) -> None:
+    """From now on it is this way's turn."""
+    counted = name not in WAYS or WAYS[name].counted
+    Slot.offset = DEVICE_COUNTS if counted else HOST_COUNTS
 
 
 def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], steps: int) -> mx.array | None:
     """The token to go on with; None if a side departs."""
     token, departs = mx.array([[23]]), dict.fromkeys(callables, "")
     for step in range(steps):
-        logits = {name: call(token, cache=caches[name]) for name, call in callables.items()}
+        logits = {}
+        for name, model in callables.items():
+            turn_to(name)
+            logits[name] = model(token, cache=caches[name])
         if step == steps - 1:
             counts = {name: count_primitives([found]) for name, found in logits.items()}
         mx.eval(list(logits.values()))
@@ -106,7 +127,7 @@ def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], st
         token = greedy(logits["mlx-lm"])
     for name, found in departs.items():
         leased = name != "mlx-lm" and lease_of(caches[name]) is not None
-        print(f"{size}: {name:<7} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
+        print(f"{size}: {name:<16} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
     return None if any(departs.values()) else token
 
 
@@ -115,12 +136,13 @@ def speed(
 ) -> None:
     rates: dict[str, list[float]] = {name: [] for name in callables}
     for _ in range(options.rounds + 1):
-        for name, call in callables.items():
-            held = greedy(call(token, cache=caches[name]))
+        for name, model in callables.items():
+            turn_to(name)
+            held = greedy(model(token, cache=caches[name]))
             mx.async_eval(held)
             start = time.perf_counter()
             for _ in range(options.tokens):
-                following = greedy(call(held, cache=caches[name]))
+                following = greedy(model(held, cache=caches[name]))
                 mx.async_eval(following)
                 held.item()
                 held = following
@@ -128,21 +150,22 @@ def speed(
     for name, found in rates.items():
         found, base = found[1:], rates["mlx-lm"][1:]
         ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-        build, dispatch, wait = parts(callables[name], caches[name], token)
+        build, dispatch, wait = parts(name, callables[name], caches[name], token)
         print(
-            f"{size}: {name:<7} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
+            f"{size}: {name:<16} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
             f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
             f"wait {wait:.2f}",
             flush=True,
         )
 
 
-def parts(call: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
+def parts(name: str, model: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
     """Milliseconds to build a token's graph, to hand it to the device, and until that is done. Medians."""
     found = []
+    turn_to(name)
     for _ in range(15):
         start = time.perf_counter()
-        logits = call(token, cache=cache)
+        logits = model(token, cache=cache)
         built = time.perf_counter()
         mx.async_eval(logits)
         sent = time.perf_counter()
@@ -154,6 +177,7 @@ def parts(call: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--sizes", default="e4b,12b,26b", help="which, in order (default: %(default)s)")
+    parser.add_argument("--ways", default=";".join(WAYS), help="which, by semicolons (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=20)
