@@ -1,8 +1,8 @@
 """How many kernels a token takes and how long each runs, by torch's profiler (it sees MLX's, too), beside the
 primitives of its graph.
 
-Random 4-bit weights of full size, one token a call; downloads nothing. About 20 s a size on an H200. Where torch has no
-CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the profiler shows no kernels.
+Random 4-bit weights of full size, one token a call; downloads nothing. On an H200 90 s were enough for two sizes. Where
+torch has no CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the profiler shows no kernels.
 
     . tests/gpu/path.sh && python3 tests/gpu/launches.py
 """
