@@ -1,6 +1,8 @@
 """`straightline kv-sensitivity`: the divergence against one computed apart, the knapsack, resuming, what is written."""
 
+import errno
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,20 @@ def test_what_is_refused_before_weights_are_loaded(
         f"error: {tmp_path / 'kv_config.json'}: another straightline kv-sensitivity is writing there; "
         "wait for it, or choose another --out\n"
     )
+
+
+def test_a_disk_that_fills_up_is_named(
+    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kv_config.json.measurements.jsonl"
+
+    def full(descriptor: int) -> None:
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(how) == 1
+    assert capsys.readouterr().err == f"error: {path}: No space left on device\n"
 
 
 def test_logits_that_are_no_numbers(

@@ -46,13 +46,18 @@ class Measurements:
         return [_parsed(line) for line in lines]
 
     def add(self, tokens: Sequence[int], what: str, kl: float) -> None:
-        """kl: nats, summed over the tokens."""
+        """kl: nats, summed over the tokens. Raises OSError."""
         sequence = _name(tokens)
         self.found[sequence, what] = kl
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"sequence": sequence, "tokens": len(tokens), "what": what, "kl": kl}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = json.dumps({"sequence": sequence, "tokens": len(tokens), "what": what, "kl": kl}) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say which
+            raise
 
     def has(self, tokens: Sequence[int], what: str) -> bool:
         return (_name(tokens), what) in self.found
