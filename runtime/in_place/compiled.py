@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .slot import Slot
+from .slot import Clock, Slot
 
 Compiled = Callable[..., tuple[mx.array, ...]]
 
@@ -40,7 +40,7 @@ class CompiledLayers:
 
         def owner(h: mx.array, x: mx.array, position: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             *per_layer, keys, values, ring, after, k, v = rest
-            slot = SimpleNamespace(keys=keys, values=values, ring=ring, clock=SimpleNamespace(after=after), k=k, v=v)
+            slot = SimpleNamespace(keys=keys, values=values, ring=ring, clock=Clock(after, 0), k=k, v=v)
             h, x, *source = function(w, calls, h, x, slot, position, *per_layer, *index)
             if source:
                 self._sources.add(id(w))

@@ -54,6 +54,7 @@ class Lease:
         """
         self.owner = owner
         self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset, whole)
+        mx.eval(self.clock.after)
         self.slots: list[Slot] = []
         for cache in caches:
             slot = Slot(cache, self.clock)
@@ -63,8 +64,8 @@ class Lease:
 
     def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
         """The slots, ready for a token, and what `decode` calls over them."""
-        self.clock.show()
         if self.clock.whole:
+            self.clock.rows = mx.array(self.clock.offset + 1, dtype=mx.int32)
             for slot in self.slots:
                 slot.show()
             return self.slots, in_place.settled

@@ -44,7 +44,7 @@ def end_lease(cache: Any) -> Any:
     keys, values = slot.whole()
     del held["slot"], held["lease"]
     give_back(cache)
-    held.update(keys=keys, values=values, offset=slot.clock.offset)
+    held.update(keys=keys, values=values, offset=slot.offset)
     if slot.limit:
         held["_idx"] = slot.index
     return cache
@@ -60,4 +60,4 @@ class _Leased(Borrowed):
     @property
     def offset(self) -> int:
         """Asked for often, and nothing that could be written to."""
-        return self.slot.clock.offset
+        return self.slot.offset

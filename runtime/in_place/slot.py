@@ -8,37 +8,22 @@ from ..handover import wait_for_handover
 from ..kernels.into import private
 
 STEP = 256  # rows that mlx-lm's caches grow by
-PADDED = 4  # on CUDA MLX keeps arrays of 8 bytes and less on pages that the host writes to
 
 
 class Clock:
     """The state that all slots of a lease share.
 
     after: what the next token's writes have to wait for, the logits of the last. offset: how many tokens there are.
-    position: the offset, int32, on the device. whole: whether slots show whole buffers. rows: then int32, how many of
-    their rows the token sees, on the device.
-
-    The device counts by itself: a number that the host writes lies on a page that the device has to fetch first.
+    whole: whether slots show whole buffers. rows: then int32, how many of their rows the token sees, on the device.
     """
 
-    __slots__ = ("_count", "_counted", "_ones", "after", "offset", "position", "rows", "whole")
+    __slots__ = ("after", "offset", "rows", "whole")
 
     def __init__(self, after: mx.array, offset: int, whole: bool = False) -> None:
         self.after = after
-        self.offset = self._counted = offset
+        self.offset = offset
         self.whole = whole
-        self._ones = mx.ones((PADDED,), dtype=mx.int32)
-        self._count = mx.full((PADDED,), offset, dtype=mx.int32)
-        mx.eval(after, self._ones, self._count)
-        self.show()
-
-    def show(self) -> None:
-        """position and rows of the token at `offset`. By the thread that decodes it."""
-        if self._counted != self.offset:
-            self._count = self._count + self._ones
-            self._counted = self.offset
-        self.position = mx.as_strided(self._count, (), ())
-        self.rows = mx.as_strided(self._count + self._ones, (), ()) if self.whole else None
+        self.rows: mx.array | None = None
 
 
 class Slot:
@@ -78,9 +63,8 @@ class Slot:
         self._hold(private(cache.keys.reshape(-1)), private(cache.values.reshape(-1)))
 
     @property
-    def offset(self) -> mx.array:
-        """What `decode` makes an array of."""
-        return self.clock.position
+    def offset(self) -> int:
+        return self.clock.offset
 
     def _hold(self, keys: mx.array, values: mx.array) -> None:
         self.keys, self.values = keys, values
@@ -127,5 +111,5 @@ class Slot:
     @property
     def index(self) -> int:
         """mlx-lm's `_idx` of a ring: one behind the last row written."""
-        last: int = (self.clock.offset - 1 + self.shift) % self.rows
+        last: int = (self.offset - 1 + self.shift) % self.rows
         return last + 1

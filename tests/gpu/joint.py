@@ -1,5 +1,5 @@
-"""What single parts of `decode` give: joined products, kernels for more or fewer products, a position that the device
-counts; beside mlx-lm's, at full size on a GPU. Bits first, then speed. About 50 s a size; exits with 1 if any differ.
+"""What single parts of `decode` give: products joined with their readers, kernels for more or fewer products; beside
+mlx-lm's, at full size on a GPU. Bits first, then speed. About 50 s a size; exits with 1 if any differ.
 
     . tests/gpu/path.sh && python3 tests/gpu/joint.py --sizes e4b,12b,26b
 """
@@ -21,7 +21,6 @@ from straightline.runtime import bound, products, specialize
 from straightline.runtime.arrays import same_bits
 from straightline.runtime.benchmark.measures import count_primitives
 from straightline.runtime.in_place import lease_of
-from straightline.runtime.in_place.slot import Slot
 from straightline.runtime.joint import find_joints
 from straightline.runtime.kernels import PerLayerEnd, ProductHeads
 from straightline.runtime.kernels.states import running
@@ -30,14 +29,12 @@ from straightline.runtime.verification.proof import from_random
 
 
 class Way(NamedTuple):
-    """joints: which kinds. large: MiB from which a product has a kernel of ours. counted: the device counts tokens."""
+    """joints: which kinds. large: MiB from which a product has a kernel of ours."""
 
     joints: tuple[type, ...]
     large: int = LARGE >> 20
-    counted: bool = True
 
 
-DEVICE_COUNTS, HOST_COUNTS = vars(Slot)["offset"], property(lambda slot: slot.clock.offset)
 BOTH = (ProductHeads, PerLayerEnd)
 WAYS = {
     "apart": Way(()),
@@ -46,7 +43,6 @@ WAYS = {
     "all": Way(BOTH),
     "all, large 14": Way(BOTH, 14),
     "all, large 2": Way(BOTH, 2),
-    "all, host counts": Way(BOTH, counted=False),
 }
 
 
@@ -104,20 +100,11 @@ def specialized(model: Any, name: str, options: argparse.Namespace) -> Any:
     return made
 
 
-def turn_to(name: str) -> None:
-    """From now on it is this way's turn."""
-    counted = name not in WAYS or WAYS[name].counted
-    Slot.offset = DEVICE_COUNTS if counted else HOST_COUNTS
-
-
 def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], steps: int) -> mx.array | None:
     """The token to go on with; None if a side departs."""
     token, departs = mx.array([[23]]), dict.fromkeys(callables, "")
     for step in range(steps):
-        logits = {}
-        for name, model in callables.items():
-            turn_to(name)
-            logits[name] = model(token, cache=caches[name])
+        logits = {name: model(token, cache=caches[name]) for name, model in callables.items()}
         if step == steps - 1:
             counts = {name: count_primitives([found]) for name, found in logits.items()}
         mx.eval(list(logits.values()))
@@ -137,7 +124,6 @@ def speed(
     rates: dict[str, list[float]] = {name: [] for name in callables}
     for _ in range(options.rounds + 1):
         for name, model in callables.items():
-            turn_to(name)
             held = greedy(model(token, cache=caches[name]))
             mx.async_eval(held)
             start = time.perf_counter()
@@ -150,7 +136,7 @@ def speed(
     for name, found in rates.items():
         found, base = found[1:], rates["mlx-lm"][1:]
         ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-        build, dispatch, wait = parts(name, callables[name], caches[name], token)
+        build, dispatch, wait = parts(callables[name], caches[name], token)
         print(
             f"{size}: {name:<16} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
             f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
@@ -159,10 +145,9 @@ def speed(
         )
 
 
-def parts(name: str, model: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
+def parts(model: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
     """Milliseconds to build a token's graph, to hand it to the device, and until that is done. Medians."""
     found = []
-    turn_to(name)
     for _ in range(15):
         start = time.perf_counter()
         logits = model(token, cache=cache)
