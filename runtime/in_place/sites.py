@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..joint import in_place_name, reading
-from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolved
+from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, resolved
 from .compiled import CompiledLayers
 from .slot import Slot
 
@@ -49,7 +49,9 @@ def in_place_sites(
         call, reader = found.call, in_place_name(name)
         if not isinstance(site, Attention) and (reader in readers or name in readers):
             call = reading(reader, call)
-        over[name] = site.over_views() if isinstance(site, Attention) else call
+        over[name] = call
+        if isinstance(site, Attention):
+            over[name] = site.over_views(*resolve_all((site.scores,), dtype, kernels=kernels))
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
     return in_place(over), ""

@@ -26,6 +26,7 @@ import mlx.core as mx
 from oracle import oracle
 
 from straightline.runtime.kernels import (
+    AttentionScores,
     DualResidualNorms,
     GatedExperts,
     Geglu,
@@ -259,6 +260,9 @@ def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     theta = text["rope_parameters"]["sliding_attention"]["rope_theta"]
     yield QKVRope(heads, kv, dim, eps, theta)
     yield QKVRope(heads, full_kv or kv, full_dim, eps, None, same)
+    for shape in ((heads, kv, dim), (heads, full_kv or kv, full_dim)):
+        if shape[1] > 1:
+            yield AttentionScores(*shape)
     if text["num_kv_shared_layers"]:
         yield QKVRope(heads, 0, dim, eps, theta)
         yield QKVRope(heads, 0, full_dim, eps)
