@@ -339,6 +339,38 @@ def test_other_dtypes_and_sizes_are_plain_with_a_reason(monkeypatch: pytest.Monk
     assert report()[ONE] == ("plain", "float16: kernels are for bfloat16")
 
 
+def per_layer_end(norms: int = 0, gate: int = 4, projection: int = 4) -> PerLayerEnd:
+    return PerLayerEnd(
+        ResidualNorms(64, EPS, scaled=False, norms=norms),
+        QuantizedPerLayerGate(64, 64, 3, gate),
+        QuantizedMatvec(64, 64, projection),
+        ResidualNorms(64, EPS, scaled=True, norms=1),
+    )
+
+
+def test_a_joint_is_for_what_its_parts_are_for() -> None:
+    norms, rope = ResidualNorms(64, EPS, False, 1), QKVRope(4, 2, 64, EPS)
+    bits = "6-bit weights in groups of 64; the kernel is for 4 and 8 bits"
+    reasons = {
+        ProductNorms(QuantizedMatvec(64, 64, bits=6), norms): bits,
+        ProductNorms(QuantizedMatvec(64, 60), ResidualNorms(60, EPS, False, 1)): (
+            "rows of 60 values; the kernel is for multiples of 8 up to 8192"
+        ),
+        ProductHeads(QuantizedMatvec(64, 512, bits=6), rope): bits,
+        ProductHeads(QuantizedMatvec(64, 512, bits=6), QKVRopeInto(rope)): bits,
+        ProductHeads(QuantizedMatvec(64, 3072), QKVRope(1, 1, 1024, EPS)): (
+            "heads of 1024; the kernel is for multiples of 8 up to 512"
+        ),
+        per_layer_end(gate=6): bits,
+        per_layer_end(projection=6): bits,
+        per_layer_end(norms=1): "a layer scalar or a norm before the per-layer input",
+    }
+    for site, reason in reasons.items():
+        with pytest.raises(Unsupported) as refused:
+            site.program("cuda")
+        assert str(refused.value) == reason
+
+
 def test_progress_is_shown_where_kernels_are_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ class PerLayerEnd(Site):
     def program(self, backend: str) -> Program:
         norms, gate, projection = self.norms.program(backend), self.gate, self.projection
         _sizes(backend, projection)
+        sizes(backend, gate.inputs_size, gate.size, gate.bits, gate.group_size)
         if (self.before.scaled, self.before.norms) != (False, 0):
             raise Unsupported("a layer scalar or a norm before the per-layer input")
         first = ("y", "h", "before", *PRODUCT[1:], "u", "l", "pw", "ps", "pb")
