@@ -27,6 +27,7 @@ from .products import Product
 SMALL = 6 << 20
 PER_LAYER = "per_layer_gated"  # stands for all slots of PerLayerEnd
 BEFORE = "feedforward_end"  # what it begins with
+IN_PLACE = " in place"
 
 
 class Joint(NamedTuple):
@@ -53,7 +54,7 @@ class Waiting(NamedTuple):
 
 def in_place_name(name: str) -> str:
     """The reader that a site is over the slots of a lease."""
-    return f"{name} in place"
+    return name + IN_PLACE
 
 
 def find_joints(
@@ -110,7 +111,7 @@ def let_wait(weights: Any, joints: Sequence[Joint], calls: Sequence[Call]) -> fr
     for joint, readers in found.values():
         owner = weights.layers[joint.layer]
         setattr(owner, joint.slot, _waiting(joint.arrays, readers, getattr(owner, joint.slot)))
-    names = {joint.reader for joint, _ in pairs}
+    names = {joint.reader.removesuffix(IN_PLACE) for joint, _ in pairs}  # the slot waits wherever the K/V go
     if not ends or len(ends) < len(weights.layers):
         return frozenset(names)
     for joint, call in ends:

@@ -46,9 +46,7 @@ def in_place_sites(
     for (name, site), found in zip(ours.items(), resolved(ours.values(), dtype, kernels=kernels), strict=True):
         if found.state == "plain":
             return None, f"{name}: {found.reason}"
-        call, reader = found.call, in_place_name(name)
-        if not isinstance(site, Attention) and (reader in readers or name in readers):
-            call = reading(reader, call)
+        call = reading(in_place_name(name), found.call) if name in readers else found.call
         over[name] = site.over_views() if isinstance(site, Attention) else call
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
