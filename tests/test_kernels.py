@@ -45,6 +45,7 @@ from straightline.runtime.kernels import (
 )
 from straightline.runtime.kernels import resolve as resolve_function
 from straightline.runtime.kernels.backends import Backend
+from straightline.runtime.kernels.fast import CLUSTER
 from straightline.runtime.kernels.launch import launcher
 from straightline.runtime.kernels.memory import Finding
 from straightline.runtime.kernels.norms import layout
@@ -558,6 +559,16 @@ def test_texts_are_whole(site: Site, backend: str) -> None:
         )
         assert "__" not in shared_only.replace("__METAL_VERSION__", "")
         assert "thread_position_in_threadgroup" in program.source
+
+
+def test_joints_are_launched_as_whole_clusters() -> None:
+    for site in SITES:
+        if isinstance(site, (PerLayerEnd, ProductHeads, ProductNorms)):
+            program = site.program("cuda")
+            sizes = dict(program.constants)
+            heads = sizes["HEADS"] + 2 * sizes["KV_HEADS"] if isinstance(site, ProductHeads) else 1
+            assert (program.blocks, program.lines, sizes["CLUSTER"]) == (heads * CLUSTER, 1, CLUSTER)
+            assert program.threads == sizes["THREADS"] and program.threads % sizes["BLOCK"] == 0
 
 
 def test_a_text_line_for_line() -> None:
