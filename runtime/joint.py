@@ -80,8 +80,9 @@ def _projection(site: QKVRope) -> str:
 def _per_layer_ends(sites: Mapping[str, Site], products: Sequence[Product], layers: int) -> Iterator[Joint]:
     """One for each layer, or none: the site before the gate waits in all layers, or in none."""
     before, norms = sites.get(BEFORE), sites.get("layer_end")
-    if not isinstance(before, ResidualNorms) or not isinstance(norms, ResidualNorms):
+    if not isinstance(norms, ResidualNorms) or before != ResidualNorms(norms.size, norms.eps, scaled=False, norms=0):
         return
+    assert isinstance(before, ResidualNorms)
     gates = {one.layer: one for one in products if isinstance(one.site, QuantizedPerLayerGate)}
     projections = {one.layer: one for one in products if one.slot == "per_layer_projection"}
     if not len(gates) == len(projections) == layers:
