@@ -157,9 +157,8 @@ class Bound:
     def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
         every = find_products(self.files[0], text)
-        products, own = tuple(filter(pays, every)), {}
-        for file in self.files:
-            own |= sites_of(file)
+        products = tuple(filter(pays, every))
+        own = {name: site for file in self.files for name, site in sites_of(file).items()}
         joints = find_joints(own, sites_over_slots(own), every, len(self.weights.layers))
         named = [*((one.slot, one.site) for one in products), *((one.name, one.site) for one in joints)]
         self.products = tuple(dict.fromkeys(named))

@@ -12,7 +12,6 @@ import mlx.core as mx
 from .kernels import (
     PerLayerEnd,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -23,8 +22,6 @@ from .kernels import (
 from .kernels.site import Call, stands_in
 from .products import Product
 
-# Bytes of packed weights up to which the few blocks of one cluster read them as fast as MLX's product does.
-SMALL = 6 << 20
 PER_LAYER = "per_layer_gated"  # stands for all slots of PerLayerEnd
 BEFORE = "feedforward_end"  # what it begins with
 IN_PLACE = " in place"
@@ -74,9 +71,6 @@ def _pairs(sites: Mapping[str, Site], over_slots: Mapping[str, Site], products: 
                 over = over_slots.get(name)
                 if isinstance(over, QKVRope | QKVRopeInto):
                     yield Joint(layer, slot, in_place_name(name), ProductHeads(product, over), arrays)
-            small = slot == "o_proj" and product.packed_bytes <= SMALL
-            if small and name == "attention_end" and isinstance(site, ResidualNorms):
-                yield Joint(layer, slot, name, ProductNorms(product, site), arrays)
 
 
 def _projection(site: QKVRope) -> str:
@@ -87,8 +81,9 @@ def _projection(site: QKVRope) -> str:
 def _per_layer_ends(sites: Mapping[str, Site], products: Sequence[Product], layers: int) -> Iterator[Joint]:
     """One for each layer, or none: the site before the gate waits in all layers, or in none."""
     before, norms = sites.get(BEFORE), sites.get("layer_end")
-    if not isinstance(before, ResidualNorms) or not isinstance(norms, ResidualNorms):
+    if not isinstance(norms, ResidualNorms) or before != ResidualNorms(norms.size, norms.eps, scaled=False, norms=0):
         return
+    assert isinstance(before, ResidualNorms)
     gates = {one.layer: one for one in products if isinstance(one.site, QuantizedPerLayerGate)}
     projections = {one.layer: one for one in products if one.slot == "per_layer_projection"}
     if not len(gates) == len(projections) == layers:

@@ -21,7 +21,7 @@ from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
 # Bytes of packed 4-bit weights from which the kernel saves the device more than twice of what it costs the host more
 # than MLX's own. (Of 8-bit weights, MLX's own is as fast.) One that takes more along than the product saves launches,
 # whatever its size. Measured on an H200: docs/decode.md.
-LARGE = 14 << 20
+LARGE = 12 << 20
 # Slots that `decode` never reads where it has joined them.
 APART = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

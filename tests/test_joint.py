@@ -27,12 +27,11 @@ from straightline.codegen.kv import uniform_kv_config
 from straightline.runtime import HiddenTap, make_cache, specialize
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.sites import in_place
-from straightline.runtime.joint import SMALL, Waiting, find_joints
+from straightline.runtime.joint import Waiting
 from straightline.runtime.kernels import (
     Attention,
     PerLayerEnd,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -44,10 +43,9 @@ from straightline.runtime.kernels import (
 from straightline.runtime.kernels.program import Unsupported
 from straightline.runtime.kernels.resolve import Resolved
 from straightline.runtime.kernels.site import Call
-from straightline.runtime.products import Product
 from straightline.runtime.taps import no_tap
 
-JOINTS = (PerLayerEnd, ProductHeads, ProductNorms)
+JOINTS = (PerLayerEnd, ProductHeads)
 # "E6" has a per-layer input too narrow for groups of 32: its projection is not quantized.
 PER_LAYER = toys.config(**toys.SHARING | {"hidden_size_per_layer_input": 32})
 SHAPES = {"D6": toys.D6, "M6": toys.M6, "E6": toys.E6, "per-layer": PER_LAYER}
@@ -61,12 +59,8 @@ SHARING = {SLIDING: 2, FULL: 1, SLIDING_QUERY: 2, FULL_QUERY: 1}
 ROPES = {"D6": DENSE, "M6": DENSE, "E6": SHARING, "per-layer": SHARING}
 
 
-def heads(rope: QKVRope | QKVRopeInto) -> ProductHeads:
-    return ProductHeads(QuantizedMatvec(64, rope.unit, group_size=32), rope)
-
-
-def end(norms: int = 1, bits: int = 4) -> ProductNorms:
-    return ProductNorms(QuantizedMatvec(256, 64, bits, 32), ResidualNorms(64, EPS, scaled=False, norms=norms))
+def heads(rope: QKVRope | QKVRopeInto, bits: int = 4) -> ProductHeads:
+    return ProductHeads(QuantizedMatvec(64, rope.unit, bits, 32), rope)
 
 
 def per_layer_end(gate_bits: int = 4) -> PerLayerEnd:
@@ -81,7 +75,6 @@ def per_layer_end(gate_bits: int = 4) -> PerLayerEnd:
 def a_token(name: str, over: Callable[[QKVRope], QKVRope | QKVRopeInto] = lambda rope: rope) -> Counter[Site]:
     """The joints that a token of this shape calls. over: what a rope is where the token's K/V go."""
     calls: Counter[Site] = Counter({heads(over(rope)): count for rope, count in ROPES[name].items()})
-    calls[end(3 if name == "M6" else 1)] = 6
     if name == "per-layer":
         calls[per_layer_end()] = 6
     return calls
@@ -162,8 +155,7 @@ def of_a_token(kernels: Kernels, model: Any, counts: Counter[str]) -> Counter[Si
 
 
 def parts(joints: Iterable[Site]) -> set[Site]:
-    """Of these joints; without the products of attention, which are sites of a wide MLP too."""
-    return {part for site in joints for part in vars(site).values()} - {end().product}
+    return {part for site in joints for part in vars(site).values()}
 
 
 # What is called, and what it gives
@@ -270,7 +262,6 @@ def is_full(site: Site) -> bool:
 def test_what_is_wrapped_and_comes_back(kernels: Kernels) -> None:
     model, counts = built(PER_LAYER)
     for key, lost in (
-        ("self_attn.o_proj", {end(): 1}),
         ("self_attn.q_proj", {heads(FULL_QUERY): 1}),
         ("per_layer_input_gate", {per_layer_end(): 6}),
         ("per_layer_projection", {per_layer_end(): 6}),
@@ -297,15 +288,15 @@ def test_what_is_wrapped_beside_the_query(kernels: Kernels) -> None:
 SIX_BIT, EIGHT_OF_32 = FOUR_BIT | {"bits": 6}, EIGHT_BIT | {"group_size": 32}
 NONE_AT_THE_END = Counter({per_layer_end(): 6})
 OTHERS: dict[str, tuple[str, Any, dict[Site, int], dict[Site, int]]] = {
-    "o_proj of 6 bits": ("self_attn.o_proj", SIX_BIT, {end(): 1}, {}),
-    "o_proj of 8 bits": ("self_attn.o_proj", EIGHT_OF_32, {end(): 1}, {end(bits=8): 1}),
-    "o_proj in MXFP4": ("self_attn.o_proj", MXFP4, {end(): 1}, {}),
-    "o_proj not quantized": ("self_attn.o_proj", False, {end(): 1}, {}),
-    "v_proj of 8 bits": ("self_attn.v_proj", EIGHT_OF_32, {heads(SLIDING): 1}, {}),
-    "gate of 6 bits": ("per_layer_input_gate", SIX_BIT, NONE_AT_THE_END, {}),
-    "gate of 8 bits": ("per_layer_input_gate", EIGHT_OF_32, {per_layer_end(): 1}, {per_layer_end(8): 1}),
-    "gate not quantized": ("per_layer_input_gate", False, NONE_AT_THE_END, {}),
-    "projection in MXFP4": ("per_layer_projection", MXFP4, NONE_AT_THE_END, {}),
+    "q_proj of 6 bits": ("4.self_attn.q_proj", SIX_BIT, {heads(SLIDING_QUERY): 1}, {}),
+    "q_proj of 8 bits": ("4.self_attn.q_proj", EIGHT_OF_32, {heads(SLIDING_QUERY): 1}, {heads(SLIDING_QUERY, 8): 1}),
+    "q_proj in MXFP4": ("4.self_attn.q_proj", MXFP4, {heads(SLIDING_QUERY): 1}, {}),
+    "q_proj not quantized": ("5.self_attn.q_proj", False, {heads(FULL_QUERY): 1}, {}),
+    "v_proj of 8 bits": ("1.self_attn.v_proj", EIGHT_OF_32, {heads(SLIDING): 1}, {}),
+    "gate of 6 bits": ("1.per_layer_input_gate", SIX_BIT, NONE_AT_THE_END, {}),
+    "gate of 8 bits": ("1.per_layer_input_gate", EIGHT_OF_32, {per_layer_end(): 1}, {per_layer_end(8): 1}),
+    "gate not quantized": ("1.per_layer_input_gate", False, NONE_AT_THE_END, {}),
+    "projection in MXFP4": ("1.per_layer_projection", MXFP4, NONE_AT_THE_END, {}),
 }
 
 
@@ -313,7 +304,7 @@ OTHERS: dict[str, tuple[str, Any, dict[Site, int], dict[Site, int]]] = {
 def test_one_layer_quantized_otherwise(
     key: str, quantization: Any, lost: dict[Site, int], new: dict[Site, int], kernels: Kernels
 ) -> None:
-    path = f"layers.1.{key}"
+    path = f"layers.{key}"
     model, counts = built(PER_LAYER, lambda name, _: quantization if name.endswith(path) else FOUR_BIT)
     assert of_a_token(kernels, model, counts) == a_token("per-layer") - Counter(lost) + Counter(new)
 
@@ -322,28 +313,28 @@ def slots_of(model: Any) -> list[set[str]]:
     """Of each layer, what gives a Waiting, or passes one on."""
     x, waiting = mx.zeros((1, 1, 64)), []
     for layer in model._bound.weights.single.layers:
-        given = {"o_proj": mx.zeros((1, 1, 256)), "per_layer_projection": mx.zeros((1, 1, 32))}
-        slots = [slot for slot in ("qkv_proj", "q_proj", "o_proj", "per_layer_projection") if hasattr(layer, slot)]
+        given = {"per_layer_projection": mx.zeros((1, 1, 32))}
+        slots = [slot for slot in ("qkv_proj", "q_proj", "per_layer_projection") if hasattr(layer, slot)]
         waiting.append({slot for slot in slots if type(getattr(layer, slot)(given.get(slot, x))) is Waiting})
     return waiting
 
 
 def test_what_waits(kernels: Kernels) -> None:
-    own = {"qkv_proj", "o_proj", "per_layer_projection"}
+    own = {"qkv_proj", "per_layer_projection"}
     model, _ = built(PER_LAYER)
     assert slots_of(model) == [own] * 3 + [own - {"qkv_proj"} | {"q_proj"}] * 3
     assert model._bound.readers == {
-        *("sliding_qkv", "full_qkv", "sliding_query", "full_query", "attention_end", "feedforward_end", "layer_end")
+        *("sliding_qkv", "full_qkv", "sliding_query", "full_query", "feedforward_end", "layer_end")
     }
 
 
-@pytest.mark.parametrize("off", [*JOINTS, JOINTS], ids=["PerLayerEnd", "ProductHeads", "ProductNorms", "all"])
+@pytest.mark.parametrize("off", [*JOINTS, JOINTS], ids=["PerLayerEnd", "ProductHeads", "all"])
 def test_nothing_waits_for_a_kernel_that_is_off(off: Any, kernels: Kernels) -> None:
     kernels.off = lambda site: isinstance(site, off)
     model, counts = built(PER_LAYER)
     joints = a_token("per-layer")
     assert of_a_token(kernels, model, counts) == Counter({site: joints[site] for site in joints if kernels.has(site)})
-    slots = {PerLayerEnd: {"per_layer_projection"}, ProductHeads: {"qkv_proj", "q_proj"}, ProductNorms: {"o_proj"}}
+    slots = {PerLayerEnd: {"per_layer_projection"}, ProductHeads: {"qkv_proj", "q_proj"}}
     gone = set.union(*(slots[kind] for kind in slots if kind in (off if isinstance(off, tuple) else (off,))))
     assert not any(waiting & gone for waiting in slots_of(model))
     if off is JOINTS:
@@ -390,17 +381,6 @@ def test_a_reader_without_its_kernel_gets_the_product(name: str, where: str, ker
         walk.same_caches()  # ends the lease
 
 
-def test_a_large_product_is_not_for_one_cluster() -> None:
-    norms = ResidualNorms(64, EPS, scaled=False, norms=1)
-
-    def found(rows: int) -> int:
-        product = Product(0, "o_proj", QuantizedMatvec(1024, rows), (mx.zeros(1),) * 3)
-        return len(find_joints({"attention_end": norms}, {}, (product,), 1))
-
-    limit = SMALL * 8 // 4 // 1024
-    assert (found(limit), found(limit + 2)) == (1, 0)
-
-
 # The fast tier
 
 
@@ -428,13 +408,13 @@ def test_the_fast_tier(kernels: Kernels) -> None:
     for one in (with_joints, without):
         assert {state for state, _ in one.dispatch.tier_sites.values()} == {"fast"}
     caches = with_joints.make_cache(), without.make_cache()
-    kinds: list[set[type]] = []
+    kinds = []
     for step, length in enumerate((5, *(1,) * (PATIENCE + 6))):
         ids = toys.tokens(1, length, seed=step)
         kernels.calls.clear()
         found = with_joints(ids, cache=caches[0])
-        kinds.append({type(getattr(site, "rope", None)) for site in kernels.joints})
-        assert length > 1 or sum(kernels.joints.values()) == 12
+        kinds.append({type(site.rope) for site in kernels.joints if isinstance(site, ProductHeads)})
+        assert length > 1 or sum(kernels.joints.values()) == 6
         assert_same(found, without(ids, cache=caches[1]), f"logits of call {step}")
-    assert kinds[1] == {QKVRope, type(None)} and kinds[-1] == {QKVRopeInto, type(None)}
+    assert (kinds[1], kinds[-1]) == ({QKVRope}, {QKVRopeInto})
     assert all(lease_of(each) is not None for each in caches)

@@ -27,7 +27,6 @@ from straightline.runtime.kernels import (
     PerLayerEnd,
     PerLayerGate,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -78,8 +77,6 @@ SITES: tuple[Site, ...] = (
     QuantizedPerLayerGate(128, 64, 3),
     QKVRopeInto(QKVRope(4, 2, 64, EPS, 10000.0)),
     QKVRopeInto(QKVRope(8, 1, 128, EPS, None, k_eq_v=True)),
-    ProductNorms(QuantizedMatvec(256, 64), ResidualNorms(64, EPS, scaled=False, norms=1)),
-    ProductNorms(QuantizedMatvec(96, 64, bits=8, group_size=32), ResidualNorms(64, EPS, scaled=False, norms=3)),
     ProductHeads(QuantizedMatvec(128, 512), QKVRope(4, 2, 64, EPS, 10000.0)),
     ProductHeads(QuantizedMatvec(96, 512, bits=8, group_size=32), QKVRope(4, 0, 128, EPS, grouped=2)),
     ProductHeads(QuantizedMatvec(128, 512), QKVRopeInto(QKVRope(4, 2, 64, EPS, 10000.0))),
@@ -94,8 +91,8 @@ SITES: tuple[Site, ...] = (
 )
 ONE = SITES[3]
 CUDA_ALONE = (
-    *(GatedExperts, PerLayerEnd, ProductHeads, ProductNorms, QKVRopeInto, QuantizedMatvec),
-    *(QuantizedPerLayerGate, QuantizedRouter, Router, SummedExperts),
+    *(GatedExperts, PerLayerEnd, ProductHeads, QKVRopeInto, QuantizedMatvec, QuantizedPerLayerGate),
+    *(QuantizedRouter, Router, SummedExperts),
 )
 
 
@@ -340,9 +337,9 @@ def test_other_dtypes_and_sizes_are_plain_with_a_reason(monkeypatch: pytest.Monk
     assert report()[ONE] == ("plain", "float16: kernels are for bfloat16")
 
 
-def per_layer_end(norms: int = 0, gate: int = 4, projection: int = 4) -> PerLayerEnd:
+def per_layer_end(gate: int = 4, projection: int = 4) -> PerLayerEnd:
     return PerLayerEnd(
-        ResidualNorms(64, EPS, scaled=False, norms=norms),
+        ResidualNorms(64, EPS, scaled=False, norms=0),
         QuantizedPerLayerGate(64, 64, 3, gate),
         QuantizedMatvec(64, 64, projection),
         ResidualNorms(64, EPS, scaled=True, norms=1),
@@ -350,13 +347,9 @@ def per_layer_end(norms: int = 0, gate: int = 4, projection: int = 4) -> PerLaye
 
 
 def test_a_joint_is_for_what_its_parts_are_for() -> None:
-    norms, rope = ResidualNorms(64, EPS, False, 1), QKVRope(4, 2, 64, EPS)
+    rope = QKVRope(4, 2, 64, EPS)
     bits = "6-bit weights in groups of 64; the kernel is for 4 and 8 bits"
     reasons = {
-        ProductNorms(QuantizedMatvec(64, 64, bits=6), norms): bits,
-        ProductNorms(QuantizedMatvec(64, 60), ResidualNorms(60, EPS, False, 1)): (
-            "rows of 60 values; the kernel is for multiples of 8 up to 8192"
-        ),
         ProductHeads(QuantizedMatvec(64, 512, bits=6), rope): bits,
         ProductHeads(QuantizedMatvec(64, 512, bits=6), QKVRopeInto(rope)): bits,
         ProductHeads(QuantizedMatvec(64, 3072), QKVRope(1, 1, 1024, EPS)): (
@@ -364,7 +357,6 @@ def test_a_joint_is_for_what_its_parts_are_for() -> None:
         ),
         per_layer_end(gate=6): bits,
         per_layer_end(projection=6): bits,
-        per_layer_end(norms=1): "a layer scalar or a norm before the per-layer input",
     }
     for site, reason in reasons.items():
         with pytest.raises(Unsupported) as refused:
@@ -563,7 +555,7 @@ def test_texts_are_whole(site: Site, backend: str) -> None:
 
 def test_joints_are_launched_as_whole_clusters() -> None:
     for site in SITES:
-        if isinstance(site, (PerLayerEnd, ProductHeads, ProductNorms)):
+        if isinstance(site, (PerLayerEnd, ProductHeads)):
             program = site.program("cuda")
             sizes = dict(program.constants)
             heads = sizes["HEADS"] + 2 * sizes["KV_HEADS"] if isinstance(site, ProductHeads) else 1

@@ -206,7 +206,7 @@ def test_how_they_run_is_said_after_the_sites() -> None:
     states = [(one.name, one.state) for one in running(model)]
     slots = ("gated", "routed", "gated_experts", "summed_experts")
     joints = (  # of the first layer, and what the first full one adds
-        *("o_proj, attention_end", "qkv_proj, sliding_qkv", "qkv_proj, sliding_qkv in place"),
+        *("qkv_proj, sliding_qkv", "qkv_proj, sliding_qkv in place"),
         *("qkv_proj, full_qkv", "qkv_proj, full_qkv in place"),
     )
     assert states[-len(slots + joints) :] == [(name, "plain") for name in slots + joints]

@@ -7,6 +7,7 @@ else plain; then a greedy knapsack down to the target. Can be killed and started
 import argparse
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 from ...codegen.kv import BITS, GROUP_SIZES, read_kv_config, uniform_kv_config
 from ...codegen.spec import Attention, Spec
 from ..atomic import write_text
+from ..errors import StraightlineError
+from .calibration import sequences
 from .heatmap import heatmap
+from .hold import held
 from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits
 from .measurements import Measurements
 from .progress import progress
-from .prompts import digest, read_prompts, require_prompts
+from .prompts import require_prompts
 from .show import indices
 from .subject import name_of
 from .words import size, table
@@ -31,7 +35,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a folder or a hub id")
     parser.add_argument("--random", metavar="NAME", help="random weights of a published architecture, to try it")
     parser.add_argument("--data", type=Path, required=True, metavar="F", help="calibration text: .txt or .jsonl")
-    parser.add_argument("--target-bits", type=float, required=True, help="mean over all stored numbers, such as 4.5")
+    parser.add_argument(
+        "--target-bits",
+        type=float,
+        required=True,
+        help="mean over all stored numbers, such as 4.5, their scales not counted",
+    )
     parser.add_argument("--candidates", type=indices, default=BITS, help="bits to try (default: 2,3,4,6,8)")
     parser.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES, help="(default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=8, help="at most so many (default: %(default)s)")
@@ -44,6 +53,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
+    with held(options.out, "kv-sensitivity"):
+        _run(options)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
     about = _load(options)
     spec, model = about.spec, about.model
     for bits in options.candidates:  # a group that divides no head is refused before anything is measured
@@ -51,8 +66,6 @@ def run(options: argparse.Namespace) -> int:
     key = {
         "fingerprint": spec.architecture,
         "weights": about.weights,
-        "data": about.data,
-        "length": options.length,
         "chunk": options.chunk,
         "group_size": options.group_size,
     }
@@ -63,14 +76,13 @@ def run(options: argparse.Namespace) -> int:
         _measure(
             model, about.sequences, {_what([one], options.group_size): [one] for one in wishes}, measured, bar, options
         )
-        items = _items(spec, options, measured)
+        items = _items(about, options, measured)
         chosen = choose(items, options.target_bits)
         mix = [(layer, bits) for layer, bits in chosen.items()]
         _measure(model, about.sequences, {_what(mix, options.group_size): mix}, measured, bar, options)
-    together = measured.mean(_what(mix, options.group_size))
+    together = measured.mean(about.sequences, _what(mix, options.group_size))
     write_text(options.out, _kv_config_text(mix, options.group_size))
     _report(options, about, items, chosen, together)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,6 @@ class About:
     model: Any
     spec: Spec
     weights: str
-    data: str
     sequences: list[list[int]]
 
 
@@ -94,6 +105,12 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error(f"--target-bits is {options.target_bits:g}; expected {low} to {high}, as the candidates")
     if min(options.sequences, options.length, options.chunk) < 1:
         options.usage_error("--sequences, --length and --chunk must be 1 or more")
+    files = [path.resolve() for path in (options.data, options.out, options.svg) if path is not None]
+    if len(set(files)) < len(files):
+        options.usage_error("--data, --out and --svg must be different files")
+    for path in files[1:]:
+        if path.is_dir():
+            raise StraightlineError(f"{path}: is a folder; expected a file to write")
 
 
 def _load(options: argparse.Namespace) -> About:
@@ -112,15 +129,8 @@ def _load(options: argparse.Namespace) -> About:
         model, tokenizer = load(folder)
         encode = tokenizer.encode
     spec = read_arguments(text_model(model).args)
-    prompts = read_prompts(options.data, encode, spec.vocab_size)
-    # Lines of a text are joined, so that there is a past to look back on; each line of a .jsonl stays by itself.
-    if options.data.suffix == ".txt":
-        joined = [token for tokens in prompts for token in tokens]
-        starts = range(0, len(joined), options.length)
-        sequences = [joined[at : at + options.length] for at in starts]
-    else:
-        sequences = [list(tokens[: options.length]) for tokens in prompts]
-    return About(name, model, spec, weights, digest(prompts), sequences[: options.sequences])
+    found = sequences(options.data, encode, spec.vocab_size, options.length, options.sequences)
+    return About(name, model, spec, weights, found)
 
 
 def _random(name: str) -> tuple[Any, Any]:
@@ -140,7 +150,7 @@ def _random(name: str) -> tuple[Any, Any]:
 
 def _measure(
     model: Any,
-    sequences: list[list[int]],
+    texts: list[list[int]],
     wishes: dict[str, list[tuple[int, int]]],
     measured: Measurements,
     bar: Any,
@@ -149,13 +159,16 @@ def _measure(
     """Every wish on every sequence, but for those that are there. Plain logits are held for one sequence at a time."""
     from .divergence import Reference
 
-    for number, tokens in enumerate(sequences):
-        left = {what: mix for what, mix in wishes.items() if not measured.has(number, what)}
+    for tokens in texts:
+        left = {what: mix for what, mix in wishes.items() if not measured.has(tokens, what)}
         bar.update(len(wishes) - len(left))
         reference = Reference(model, tokens, options.chunk) if left else None
         for what, mix in left.items():
             assert reference is not None
-            measured.add(number, what, reference.divergence(_kv_config(mix, options.group_size)), len(tokens))
+            kl = reference.divergence(_kv_config(mix, options.group_size))
+            if not math.isfinite(kl):
+                raise StraightlineError(f"{what}: the divergence is {kl}; expected a model whose logits are finite")
+            measured.add(tokens, what, kl)
             bar.update()
 
 
@@ -174,14 +187,18 @@ def _what(mix: list[tuple[int, int]], group_size: int) -> str:
     return f"mix {hashlib.sha256(json.dumps(_kv_config(mix, group_size)).encode()).hexdigest()[:16]}"
 
 
-def _items(spec: Spec, options: argparse.Namespace, measured: Measurements) -> tuple[Item, ...]:
+def _items(about: About, options: argparse.Namespace, measured: Measurements) -> tuple[Item, ...]:
+    layers = about.spec.layers
     return tuple(
         Item(
             layer,
-            2 * spec.layers[layer].kv_heads * spec.layers[layer].head_dim,
-            {bits: measured.mean(_what([(layer, bits)], options.group_size)) for bits in options.candidates},
+            2 * layers[layer].kv_heads * layers[layer].head_dim,
+            {
+                bits: measured.mean(about.sequences, _what([(layer, bits)], options.group_size))
+                for bits in options.candidates
+            },
         )
-        for layer in spec.owners
+        for layer in about.spec.owners
     )
 
 
@@ -194,8 +211,11 @@ def _report(
     sliding = frozenset(layer for layer in spec.owners if spec.layers[layer].attention is Attention.SLIDING)
     alone = sum(item.loss[chosen[item.layer]] for item in items)
     bytes_of = {item.layer: item.numbers * (chosen[item.layer] / 8 + 4 / options.group_size) for item in items}
-    plain = sum(item.numbers * 2 for item in items)
-    line = f"{tokens} tokens, {mean:.2f} bits on average, KL {together:.2e} nats a token"
+    numbers, stored = sum(item.numbers for item in items), sum(bytes_of.values())
+    line = (
+        f"{tokens} tokens, {mean:.2f} bits on average, {8 * stored / numbers:.2f} with scales, "
+        f"KL {together:.2e} nats a token"
+    )
     if options.svg:
         write_text(options.svg, heatmap(f"{about.name}: KV sensitivity", line, items, sliding, chosen))
     if options.json:
@@ -207,7 +227,14 @@ def _report(
             }
             for item in items
         ]
-        found = {"kv_config": str(options.out), "mean_bits": mean, "kl": together, "tokens": tokens, "layers": layers}
+        found = {
+            "kv_config": str(options.out),
+            "mean_bits": mean,
+            "bytes_a_token": stored,
+            "kl": together,
+            "tokens": tokens,
+            "layers": layers,
+        }
         print(json.dumps(found, indent=1))
         return
     head = ["layer", "kind", *(f"{bits} bits" for bits in sorted(options.candidates)), "chosen", "a token"]
@@ -219,5 +246,6 @@ def _report(
     print("\n".join([f"{about.name}: KL from plain K/V in nats a token, one layer quantized at a time", *table(rows)]))
     print(
         f"\n{line} together ({alone:.2e} as the sum of the layers alone)\n"
-        f"a token takes {size(sum(bytes_of.values()))} in place of {size(plain)} at 16 bits\n{options.out}: written"
+        f"where plain is 16 bits, a token takes {size(stored)} in place of {size(2 * numbers)}\n"
+        f"{options.out}: written"
     )

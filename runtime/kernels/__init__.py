@@ -9,7 +9,7 @@ from .fast import FastAttention
 from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
-from .joint import PerLayerEnd, ProductHeads, ProductNorms
+from .joint import PerLayerEnd, ProductHeads
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved
@@ -26,7 +26,6 @@ __all__ = [
     "PerLayerEnd",
     "PerLayerGate",
     "ProductHeads",
-    "ProductNorms",
     "QKVRope",
     "QKVRopeInto",
     "QuantizedMatvec",

@@ -15,54 +15,13 @@ from .fast import CLUSTER
 from .into import QKVRopeInto
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate, sizes
 from .norms import ResidualNorms
-from .program import Program, Unsupported
+from .program import Program
 from .rope import QKVRope
 from .site import Call, Outputs, Site
 
 THREADS = 512
 MATVEC = ("matvec.h", "cluster.h", "matvec_cluster.h")
 PRODUCT = ("x", "w", "s", "b")
-
-
-@dataclass(frozen=True)
-class ProductNorms(Site):
-    """(x, w, scales, biases, *inputs of norms but the first) -> the outputs of norms, whose first input is the product.
-
-    One cluster reads all of the weights, so that these should be few.
-    """
-
-    product: QuantizedMatvec
-    norms: ResidualNorms
-
-    seeds: ClassVar[int] = 12
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.product.unit
-
-    def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        return self.norms.shapes(rows)
-
-    def plain(self, *inputs: Any) -> Outputs:
-        return self.norms.plain(self.product.plain(*inputs[:4]), *inputs[4:])
-
-    def inputs(self, seed: int, rows: int = 1, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
-        return *self.product.inputs(seed, rows, dtype), *self.norms.inputs(seed, rows, dtype)[1:]
-
-    def program(self, backend: str) -> Program:
-        norms = self.norms.program(backend)
-        return replace(
-            norms,
-            function="joint_norms",
-            headers=(*MATVEC, *norms.headers, "joint_norms.h"),
-            constants=(*_sizes(backend, self.product), *_cluster(THREADS), *norms.constants),
-            inputs=(*PRODUCT, *norms.inputs[1:]),
-            arguments=(*PRODUCT, *norms.arguments[1:]),
-            threads=THREADS,
-            blocks=CLUSTER,
-            shared=(("straightline::T", "row", self.norms.size), *norms.shared),
-        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +62,7 @@ class ProductHeads(Site):
             rope,
             function="joint_heads_into" if into else "joint_heads",
             headers=(*MATVEC, *rope.headers, "joint_heads.h", *into),
-            constants=(*_sizes(backend, self.product), *_cluster(threads), *rope.constants),
+            constants=(*_sizes(backend, self.product), *_cluster(threads, 4), *rope.constants),
             inputs=(*PRODUCT, *rope.inputs[1:]),
             arguments=(*PRODUCT, *rope.arguments[1:]),
             threads=threads,
@@ -117,7 +76,7 @@ class PerLayerEnd(Site):
     """All that follows the MLP of a layer with a per-layer input: `before`, `gate`, `projection`, `norms`.
 
     (*inputs of before, weights, scales, biases, per_layer, layer, weights, scales, biases, post_norm, [scalar],
-    *next_norms) -> the outputs of norms. The stream is what `before` gives.
+    *next_norms) -> the outputs of norms. The stream is what `before` gives, which has no scalar and no norms.
     """
 
     before: ResidualNorms
@@ -150,8 +109,6 @@ class PerLayerEnd(Site):
         norms, gate, projection = self.norms.program(backend), self.gate, self.projection
         _sizes(backend, projection)
         sizes(backend, gate.inputs_size, gate.size, gate.bits, gate.group_size)
-        if (self.before.scaled, self.before.norms) != (False, 0):
-            raise Unsupported("a layer scalar or a norm before the per-layer input")
         first = ("y", "h", "before", *PRODUCT[1:], "u", "l", "pw", "ps", "pb")
         return replace(
             norms,
@@ -160,7 +117,7 @@ class PerLayerEnd(Site):
             constants=(
                 *(("GATES", gate.size), ("BITS", gate.bits), ("GROUP", gate.group_size)),
                 *(("PROJECTION_BITS", projection.bits), ("PROJECTION_GROUP", projection.group_size)),
-                *(*_cluster(THREADS), *norms.constants),
+                *(*_cluster(THREADS, 10), *norms.constants),
             ),
             inputs=(*first, *norms.inputs[2:]),
             arguments=(*first, *norms.arguments[2:]),
@@ -178,5 +135,5 @@ def _sizes(backend: str, product: QuantizedMatvec) -> tuple[tuple[str, int | flo
     return sizes(backend, product.inputs_size, product.outputs_size, product.bits, product.group_size)
 
 
-def _cluster(threads: int) -> tuple[tuple[str, int], ...]:
-    return ("ROWS", 4), ("UNROLLED", 4), ("CLUSTER", CLUSTER), ("THREADS", threads)
+def _cluster(threads: int, rows: int) -> tuple[tuple[str, int], ...]:
+    return ("ROWS", rows), ("UNROLLED", 4), ("CLUSTER", CLUSTER), ("THREADS", threads)

@@ -38,10 +38,12 @@ DEVICE void joint_per_layer(
   fetch(projection_biases, size_t(SIZE) * GATES / PROJECTION_GROUP * sizeof(T), rank, tid);
   fetch(post, SIZE * sizeof(T), rank, tid);
   fetch(w0, SIZE * sizeof(T), rank, tid);
+  fetch(scalar, sizeof(T), rank, tid);
+  const T* own = per_layer + at(layer, 0) * GATES;
+  fetch(own, GATES * sizeof(T), rank, tid);
   add_normed(y, h, before, stream, sums, tid);
   cluster_barrier(); // all blocks are there
-  const IntoAll into{gated, per_layer + at(layer, 0) * GATES};
-  rows_of_cluster<Gates>(stream, w, scales, biases, 0, GATES, rank, tid, into);
+  rows_of_cluster<Gates>(stream, w, scales, biases, 0, GATES, rank, tid, IntoAll{gated, own});
   cluster_barrier();
   rows_of_cluster<Rows>(gated, pw, projection_scales, projection_biases, 0, SIZE, rank, tid, IntoFirst{row});
   cluster_barrier();

@@ -1,7 +1,9 @@
 // Rows of x @ w.T shared out among all warps of a cluster of blocks of THREADS threads.
+// 128 registers a thread: two blocks of 256 threads on a multiprocessor, or one of 512.
 #undef __global__
-#define __global__ \
-  __attribute__((global)) __cluster_dims__(straightline::CLUSTER, 1, 1) __launch_bounds__(straightline::THREADS)
+#define __global__                                                      \
+  __attribute__((global)) __cluster_dims__(straightline::CLUSTER, 1, 1) \
+      __launch_bounds__(straightline::THREADS, 512 / straightline::THREADS)
 
 namespace straightline {
 

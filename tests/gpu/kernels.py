@@ -25,7 +25,6 @@ os.environ.setdefault("STRAIGHTLINE_CACHE", tempfile.mkdtemp(prefix="straightlin
 import mlx.core as mx
 from oracle import oracle
 
-from straightline.runtime.joint import SMALL
 from straightline.runtime.kernels import (
     DualResidualNorms,
     GatedExperts,
@@ -33,7 +32,6 @@ from straightline.runtime.kernels import (
     PerLayerEnd,
     PerLayerGate,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -255,7 +253,7 @@ def config_of(size: str) -> dict[str, Any]:
 def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iterator[Site]:
     hidden, eps = text["hidden_size"], text["rms_norm_eps"]
     experts, per_layer = text.get("enable_moe_block"), text["hidden_size_per_layer_input"]
-    yield attention_end(text)
+    yield ResidualNorms(hidden, eps, scaled=False, norms=3 if experts else 1)
     yield DualResidualNorms(hidden, eps) if experts else ResidualNorms(hidden, eps, scaled=True, norms=1)
     if per_layer:
         yield ResidualNorms(hidden, eps, scaled=False, norms=0)
@@ -266,11 +264,6 @@ def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     if experts:
         yield Geglu(text["moe_intermediate_size"], joined=False, experts=text["top_k_experts"])
         yield Geglu(text["moe_intermediate_size"], joined=True, experts=text["top_k_experts"])
-
-
-def attention_end(text: dict[str, Any]) -> ResidualNorms:
-    norms = 3 if text.get("enable_moe_block") else 1
-    return ResidualNorms(text["hidden_size"], text["rms_norm_eps"], scaled=False, norms=norms)
 
 
 def ropes(text: dict[str, Any]) -> Iterator[QKVRope]:
@@ -309,7 +302,7 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
 
 def joints(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iterator[Site]:
     """Products and their readers in one launch: all of 4 bits, and of 8 bits those of E2B."""
-    hidden, eps, heads = text["hidden_size"], text["rms_norm_eps"], text["num_attention_heads"]
+    hidden, eps = text["hidden_size"], text["rms_norm_eps"]
     per_layer, layers = text["hidden_size_per_layer_input"], text["num_hidden_layers"]
     for bits in (4, 8) if size == "e2b" else (4,):
         for rope in ropes(text):
@@ -318,10 +311,6 @@ def joints(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iter
             # A reader of shared K/V in place differs by a shape alone.
             if rope.kv_heads:
                 yield ProductHeads(product, QKVRopeInto(rope))
-        for dim in (text["head_dim"], text["global_head_dim"]):
-            product = QuantizedMatvec(heads * dim, hidden, bits)
-            if product.packed_bytes <= SMALL:
-                yield ProductNorms(product, attention_end(text))
         if per_layer:
             yield PerLayerEnd(
                 ResidualNorms(hidden, eps, scaled=False, norms=0),

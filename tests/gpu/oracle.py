@@ -16,7 +16,6 @@ from straightline.runtime.kernels import (
     PerLayerEnd,
     PerLayerGate,
     ProductHeads,
-    ProductNorms,
     QKVRope,
     QKVRopeInto,
     QuantizedMatvec,
@@ -65,8 +64,6 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return router(site, linear(site, *weights)(x), scales)
         case Router():
             return router(site, *inputs)
-        case ProductNorms():
-            return oracle(site.norms, (*oracle(site.product, inputs[:4]), *inputs[4:]))
         case ProductHeads():
             return oracle(site.rope, (*oracle(site.product, inputs[:4]), *inputs[4:]))
         case PerLayerEnd():
