@@ -24,6 +24,7 @@ from .products import Product
 
 PER_LAYER = "per_layer_gated"  # stands for all slots of PerLayerEnd
 BEFORE = "feedforward_end"  # what it begins with
+IN_PLACE = " in place"
 
 
 class Joint(NamedTuple):
@@ -50,7 +51,7 @@ class Waiting(NamedTuple):
 
 def in_place_name(name: str) -> str:
     """The reader that a site is over the slots of a lease."""
-    return f"{name} in place"
+    return name + IN_PLACE
 
 
 def find_joints(
@@ -80,8 +81,9 @@ def _projection(site: QKVRope) -> str:
 def _per_layer_ends(sites: Mapping[str, Site], products: Sequence[Product], layers: int) -> Iterator[Joint]:
     """One for each layer, or none: the site before the gate waits in all layers, or in none."""
     before, norms = sites.get(BEFORE), sites.get("layer_end")
-    if not isinstance(before, ResidualNorms) or not isinstance(norms, ResidualNorms):
+    if not isinstance(norms, ResidualNorms) or before != ResidualNorms(norms.size, norms.eps, scaled=False, norms=0):
         return
+    assert isinstance(before, ResidualNorms)
     gates = {one.layer: one for one in products if isinstance(one.site, QuantizedPerLayerGate)}
     projections = {one.layer: one for one in products if one.slot == "per_layer_projection"}
     if not len(gates) == len(projections) == layers:
@@ -104,7 +106,7 @@ def let_wait(weights: Any, joints: Sequence[Joint], calls: Sequence[Call]) -> fr
     for joint, readers in found.values():
         owner = weights.layers[joint.layer]
         setattr(owner, joint.slot, _waiting(joint.arrays, readers, getattr(owner, joint.slot)))
-    names = {joint.reader for joint, _ in pairs}
+    names = {joint.reader.removesuffix(IN_PLACE) for joint, _ in pairs}  # the slot waits wherever the K/V go
     if not ends or len(ends) < len(weights.layers):
         return frozenset(names)
     for joint, call in ends:

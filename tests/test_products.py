@@ -204,5 +204,10 @@ def test_the_report_says_why_there_is_no_kernel() -> None:
 def test_how_they_run_is_said_after_the_sites() -> None:
     model, _ = built("M6")
     states = [(one.name, one.state) for one in running(model)]
-    assert states[-4:] == [(slot, "plain") for slot in ("gated", "routed", "gated_experts", "summed_experts")]
-    assert states.count(("gated", "plain")) == 1  # of six layers alike
+    slots = ("gated", "routed", "gated_experts", "summed_experts")
+    joints = (  # of the first layer, and what the first full one adds
+        *("qkv_proj, sliding_qkv", "qkv_proj, sliding_qkv in place"),
+        *("qkv_proj, full_qkv", "qkv_proj, full_qkv in place"),
+    )
+    assert states[-len(slots + joints) :] == [(name, "plain") for name in slots + joints]
+    assert all(states.count((name, "plain")) == 1 for name in slots + joints)  # of six layers alike

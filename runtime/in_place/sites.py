@@ -46,12 +46,10 @@ def in_place_sites(
     for (name, site), found in zip(ours.items(), resolved(ours.values(), dtype, kernels=kernels), strict=True):
         if found.state == "plain":
             return None, f"{name}: {found.reason}"
-        call, reader = found.call, in_place_name(name)
-        if not isinstance(site, Attention) and (reader in readers or name in readers):
-            call = reading(reader, call)
-        over[name] = call
+        call = reading(in_place_name(name), found.call) if name in readers else found.call
         if isinstance(site, Attention):
-            over[name] = site.over_views(*resolve_all((site.scores,), dtype, kernels=kernels))
+            call = site.over_views(*resolve_all((site.scores,), dtype, kernels=kernels))
+        over[name] = call
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
     return in_place(over), ""

@@ -15,7 +15,7 @@ from .fast import CLUSTER
 from .into import QKVRopeInto
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate, sizes
 from .norms import ResidualNorms
-from .program import Program, Unsupported
+from .program import Program
 from .rope import QKVRope
 from .site import Call, Outputs, Site
 
@@ -76,7 +76,7 @@ class PerLayerEnd(Site):
     """All that follows the MLP of a layer with a per-layer input: `before`, `gate`, `projection`, `norms`.
 
     (*inputs of before, weights, scales, biases, per_layer, layer, weights, scales, biases, post_norm, [scalar],
-    *next_norms) -> the outputs of norms. The stream is what `before` gives.
+    *next_norms) -> the outputs of norms. The stream is what `before` gives, which has no scalar and no norms.
     """
 
     before: ResidualNorms
@@ -108,8 +108,7 @@ class PerLayerEnd(Site):
     def program(self, backend: str) -> Program:
         norms, gate, projection = self.norms.program(backend), self.gate, self.projection
         _sizes(backend, projection)
-        if (self.before.scaled, self.before.norms) != (False, 0):
-            raise Unsupported("a layer scalar or a norm before the per-layer input")
+        sizes(backend, gate.inputs_size, gate.size, gate.bits, gate.group_size)
         first = ("y", "h", "before", *PRODUCT[1:], "u", "l", "pw", "ps", "pb")
         return replace(
             norms,

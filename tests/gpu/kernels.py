@@ -30,8 +30,11 @@ from straightline.runtime.kernels import (
     DualResidualNorms,
     GatedExperts,
     Geglu,
+    PerLayerEnd,
     PerLayerGate,
+    ProductHeads,
     QKVRope,
+    QKVRopeInto,
     QuantizedMatvec,
     QuantizedPerLayerGate,
     QuantizedRouter,
@@ -136,7 +139,8 @@ def measure(result: Result, site: Site, backend: Backend, options: argparse.Name
         begin = time.perf_counter()
         mx.eval(call(*inputs))
         result.compile_s = time.perf_counter() - begin
-        result.values, result.kernel_differs = count(site, site.plain, call, options.seeds or 2 * site.seeds)
+        seen = site.observed(call)
+        result.values, result.kernel_differs = count(site, site.plain, seen, options.seeds or 2 * site.seeds)
         if not site.one_row:
             result.rows_values, result.rows_differ = count(site, site.plain, call, 8, ROWS)
         if not options.no_times:
@@ -231,9 +235,9 @@ def line(result: Result, number: str) -> str:
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Site]]:
-    """Each site once, under the first size that has it: the cheap ones of all sizes, then the products."""
+    """Each site once, under the first size that has it: the cheap ones of all sizes, then products, then joints."""
     seen: set[Site] = set()
-    for kinds in (small_sites, large_sites):
+    for kinds in (small_sites, large_sites, joints):
         for size in options.sizes:
             for site in kinds(size, config_of(size), options):
                 if site not in seen and options.sites in repr(site):
@@ -248,15 +252,25 @@ def config_of(size: str) -> dict[str, Any]:
 
 
 def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iterator[Site]:
-    hidden, eps, heads = text["hidden_size"], text["rms_norm_eps"], text["num_attention_heads"]
+    hidden, eps = text["hidden_size"], text["rms_norm_eps"]
     experts, per_layer = text.get("enable_moe_block"), text["hidden_size_per_layer_input"]
     yield ResidualNorms(hidden, eps, scaled=False, norms=3 if experts else 1)
     yield DualResidualNorms(hidden, eps) if experts else ResidualNorms(hidden, eps, scaled=True, norms=1)
     if per_layer:
         yield ResidualNorms(hidden, eps, scaled=False, norms=0)
         yield PerLayerGate(per_layer, text["num_hidden_layers"])
+    yield from ropes(text)
+    for width in widths(text):
+        yield Geglu(width)
+    if experts:
+        yield Geglu(text["moe_intermediate_size"], joined=False, experts=text["top_k_experts"])
+        yield Geglu(text["moe_intermediate_size"], joined=True, experts=text["top_k_experts"])
+
+
+def ropes(text: dict[str, Any]) -> Iterator[QKVRope]:
+    eps, heads, same = text["rms_norm_eps"], text["num_attention_heads"], bool(text["attention_k_eq_v"])
     kv, full_kv = text["num_key_value_heads"], text.get("num_global_key_value_heads")
-    dim, full_dim, same = text["head_dim"], text["global_head_dim"], bool(text["attention_k_eq_v"])
+    dim, full_dim = text["head_dim"], text["global_head_dim"]
     theta = text["rope_parameters"]["sliding_attention"]["rope_theta"]
     yield QKVRope(heads, kv, dim, eps, theta)
     yield QKVRope(heads, full_kv or kv, full_dim, eps, None, same)
@@ -266,11 +280,6 @@ def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     if text["num_kv_shared_layers"]:
         yield QKVRope(heads, 0, dim, eps, theta)
         yield QKVRope(heads, 0, full_dim, eps)
-    for width in widths(text):
-        yield Geglu(width)
-    if experts:
-        yield Geglu(text["moe_intermediate_size"], joined=False, experts=text["top_k_experts"])
-        yield Geglu(text["moe_intermediate_size"], joined=True, experts=text["top_k_experts"])
 
 
 def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iterator[Site]:
@@ -293,6 +302,26 @@ def large_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     if size == "e4b":
         for bits, group in ((4, 32), (4, 128), (8, 32), (8, 128)):
             yield QuantizedMatvec(hidden, hidden, bits, group)
+
+
+def joints(size: str, text: dict[str, Any], options: argparse.Namespace) -> Iterator[Site]:
+    """Products and their readers in one launch: all of 4 bits, and of 8 bits those of E2B."""
+    hidden, eps = text["hidden_size"], text["rms_norm_eps"]
+    per_layer, layers = text["hidden_size_per_layer_input"], text["num_hidden_layers"]
+    for bits in (4, 8) if size == "e2b" else (4,):
+        for rope in ropes(text):
+            product = QuantizedMatvec(hidden, rope.unit, bits)
+            yield ProductHeads(product, rope)
+            # A reader of shared K/V in place differs by a shape alone.
+            if rope.kv_heads:
+                yield ProductHeads(product, QKVRopeInto(rope))
+        if per_layer:
+            yield PerLayerEnd(
+                ResidualNorms(hidden, eps, scaled=False, norms=0),
+                QuantizedPerLayerGate(hidden, per_layer, layers, bits),
+                QuantizedMatvec(per_layer, hidden, bits),
+                ResidualNorms(hidden, eps, scaled=True, norms=1),
+            )
 
 
 def widths(text: dict[str, Any]) -> tuple[int, ...]:

@@ -14,8 +14,11 @@ from straightline.runtime.kernels import (
     DualResidualNorms,
     GatedExperts,
     Geglu,
+    PerLayerEnd,
     PerLayerGate,
+    ProductHeads,
     QKVRope,
+    QKVRopeInto,
     QuantizedMatvec,
     QuantizedPerLayerGate,
     QuantizedRouter,
@@ -45,6 +48,8 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return attention(site, *inputs)
         case AttentionScores():
             return probabilities(site, *inputs)
+        case QKVRopeInto():
+            return attention_in_place(site, *inputs)
         case Geglu():
             return feedforward(site, *inputs)
         case PerLayerGate():
@@ -62,6 +67,10 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return router(site, linear(site, *weights)(x), scales)
         case Router():
             return router(site, *inputs)
+        case ProductHeads():
+            return oracle(site.rope, (*oracle(site.product, inputs[:4]), *inputs[4:]))
+        case PerLayerEnd():
+            return per_layer_end(site, *inputs)
     raise NotImplementedError(f"no module of mlx-lm has {site}")
 
 
@@ -227,7 +236,7 @@ def attention(site: Any, qkv: mx.array, q_norm: mx.array, *rest: Any) -> tuple[m
     with patch.object(gemma4_text, "scaled_dot_product_attention", look):
         if reader:
             layer(qkv, cache=None, shared_kv=(None, None), offset=rest[0])
-            return (seen["q"],)
+            return (seen["q"].reshape(site.shapes(qkv.shape[0])[0]),)
         layer.k_norm.weight = rest[0]
         layer.k_proj = gives(mx.contiguous(qkv[..., q_size : q_size + kv_size]))
         if not site.k_eq_v:
@@ -244,6 +253,27 @@ def probabilities(site: Any, q: mx.array, k: mx.array) -> tuple[mx.array, ...]:
     k = k[:, :, 0].swapaxes(-1, -2)
     y = gemma4_text.scaled_dot_product_attention(q, k, values, cache=None, scale=1.0, mask=None)
     return (y.reshape(1, site.kv_heads, site.repeats, 1, rows),)
+
+
+def attention_in_place(site: Any, *inputs: Any) -> tuple[mx.array, ...]:
+    """q as the site shapes it, and the buffers with the token's row in them, row by row."""
+    *own, keys, values, ring, _ = inputs
+    q, *kv = attention(site.rope, *own)
+    shift, rows = ring.tolist()
+    row, whole = (int(own[3].item()) + shift) % rows, (site.rope.kv_heads, rows, site.rope.head_dim)
+    buffers = []
+    for buffer, one in zip((keys, values), kv, strict=True):
+        heads = [[*head] for head in buffer.reshape(whole)]
+        for head, new in zip(heads, one[0], strict=True):
+            head[row] = new[0]
+        buffers.append(mx.concatenate([each for head in heads for each in head]))
+    return q.reshape(site.shapes(1)[0]), *buffers
+
+
+def per_layer_end(site: Any, *inputs: Any) -> tuple[mx.array, ...]:
+    (stream,) = oracle(site.before, inputs[:3])
+    (gated,) = oracle(site.gate, (stream, *inputs[3:8]))
+    return oracle(site.norms, (*oracle(site.projection, (gated, *inputs[8:11])), stream, *inputs[11:]))
 
 
 def feedforward(site: Any, *inputs: mx.array) -> tuple[mx.array, ...]:
