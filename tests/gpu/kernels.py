@@ -259,7 +259,10 @@ def small_sites(size: str, text: dict[str, Any], options: argparse.Namespace) ->
     if per_layer:
         yield ResidualNorms(hidden, eps, scaled=False, norms=0)
         yield PerLayerGate(per_layer, text["num_hidden_layers"])
-    yield from ropes(text)
+    for rope in ropes(text):
+        yield rope
+        if rope.kv_heads > 1:
+            yield AttentionScores(rope.heads, rope.kv_heads, rope.head_dim)
     for width in widths(text):
         yield Geglu(width)
     if experts:
@@ -274,9 +277,6 @@ def ropes(text: dict[str, Any]) -> Iterator[QKVRope]:
     theta = text["rope_parameters"]["sliding_attention"]["rope_theta"]
     yield QKVRope(heads, kv, dim, eps, theta)
     yield QKVRope(heads, full_kv or kv, full_dim, eps, None, same)
-    for shape in ((heads, kv, dim), (heads, full_kv or kv, full_dim)):
-        if shape[1] > 1:
-            yield AttentionScores(*shape)
     if text["num_kv_shared_layers"]:
         yield QKVRope(heads, 0, dim, eps, theta)
         yield QKVRope(heads, 0, full_dim, eps)
