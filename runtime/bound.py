@@ -24,6 +24,7 @@ from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
 from .kv.device import packing
 from .kv.make import caches_for
+from .kv.ours import make_ours
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .tier import States, fast_refused, fast_route
@@ -288,7 +289,8 @@ class Bound:
     def route(self, cache: Any) -> tuple[Route | None, str]:
         """The first file that takes these caches, or the reason of the one that comes closest.
 
-        Caches whose rows are elsewhere fit none, until they have them back, here.
+        Caches whose rows are elsewhere fit none, until they have them back, nor do mlx-lm's own, until they are ours:
+        both here, so that a list is looked through once.
         """
         reasons = []
         for route in self.routes:
@@ -296,7 +298,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        if give_all_back(cache):
+        if give_all_back(cache) or make_ours(cache):
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]

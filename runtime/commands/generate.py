@@ -42,7 +42,7 @@ def _ours(program: Any, options: dict[str, Any], wishes: Wishes) -> dict[str, An
 
 
 class _Reader:
-    """Called as mlx-lm's `load_prompt_cache`. Gives rings that --kv-bits can quantize.
+    """Called as mlx-lm's `load_prompt_cache`.
 
     Refuses what the caches of a file cannot do: mlx-lm goes on with wrong rows, or as if nothing had been asked for.
     """
@@ -52,17 +52,13 @@ class _Reader:
         self.wishes = wishes
 
     def __call__(self, file_name: str, return_metadata: bool = False) -> Any:
-        from ..kv import quantizable
-
         for flag, wish in (("--draft-model", self.wishes.draft), ("--kv-config", self.wishes.kv_config)):
             if wish is not None:
                 raise StraightlineError(
                     f"{flag} and --prompt-cache-file are both given, but the caches of a file are stored as they are; "
                     "expected one of them only"
                 )
-        caches, metadata = self.plain(file_name, return_metadata=True)
-        caches = quantizable(caches)
-        return (caches, metadata) if return_metadata else caches
+        return self.plain(file_name, return_metadata=return_metadata)
 
 
 class _Looped:

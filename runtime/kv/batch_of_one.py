@@ -14,6 +14,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..evaluation import evaluate
 from .borrowed import Borrowed, asked_for, borrow, give_back
+from .growing import KVCache
+from .ring import RotatingKVCache
 
 _SEQUENCE = attrgetter("sequence")
 
@@ -57,14 +59,14 @@ def _as_one(cache: Any) -> Any:
     if type(cache) is mlx_lm_cache.BatchKVCache:
         if padding or offset != cache._idx:
             return None
-        one = mlx_lm_cache.KVCache()
+        one = KVCache()
     else:
         size, rows = cache.max_size, cache.keys.shape[2]
         # A ring of a batch counts the padding too, or nothing of what a longer prompt had before; once full, no matter.
         full = rows == size <= min(offset, cache._offset)
         if padding > 0 or rows > size or not (full or offset == cache._offset):
             return None
-        one = mlx_lm_cache.RotatingKVCache(size)
+        one = RotatingKVCache(size)
         one._idx = cache._idx
     one.keys, one.values, one.offset = cache.keys, cache.values, offset
     return one if one.step == cache.step else None
