@@ -54,11 +54,12 @@ class Lease:
         self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset, whole)
         mx.eval(self.clock.after)
         self.slots: list[Slot] = []
+        self.moving: list[Slot] = []
         for cache in caches:
             slot = Slot(cache, self.clock)
-            self.slots.append(slot)
+            self.moving.append(slot)
             hand_over(cache, self, slot)
-        self.moving = self.slots
+        self.slots = self.moving  # only now, so that a lease whose beginning is interrupted is nobody's
 
     def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
         """The slots, ready for a token, and what `decode` calls over them."""
