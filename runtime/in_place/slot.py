@@ -66,6 +66,12 @@ class Slot:
     def offset(self) -> int:
         return self.clock.offset
 
+    @property
+    def room(self) -> int:
+        """How many tokens can come before rows are moved, or those of a ring written over."""
+        rows = min(self.rows, self.limit - 1) if self.limit else self.rows
+        return max(rows - self.offset, 0)
+
     def _hold(self, keys: mx.array, values: mx.array, rows: int) -> None:
         """How many rows there are comes last: until then an interrupt leaves a slot that is about to grow."""
         self.keys, self.values = keys, values
