@@ -15,6 +15,7 @@ from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
 from .decode_check import batch_of_one_refused, decode_refused, in_place_refused, on_gpu
+from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
@@ -358,6 +359,15 @@ def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[M
             f"no generated file has the fingerprint {spec.architecture}; make one with specialize(model, generate=True)"
         )
     return (kept,)
+
+
+def unserved(spec: Spec) -> str:
+    """Why no file would serve a model of this architecture, without the model; "" if one would."""
+    try:
+        choose_files(spec, None, False)
+    except StraightlineError as error:
+        return str(error)
+    return changed_upstream()
 
 
 def stream_dtype(text: nn.Module) -> mx.Dtype:

@@ -1,6 +1,7 @@
 """Say which generated file serves a checkpoint, or which facts keep it from being served, and what each call would run.
 
-Reads config.json, kv_config.json and the headers of safetensors files; loads no weights. Exit code 1 if no file serves it.
+Reads config.json, kv_config.json and the headers of safetensors files; loads no weights. Exit code 1 if no file serves
+the checkpoint.
 """
 
 import argparse

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...codegen.kv import BITS, GROUP_SIZES, read_kv_config, uniform_kv_config
+from ...codegen.kv import BITS, GROUP_SIZES
 from ...codegen.spec import Attention, Spec
 from ..atomic import write_text
+from .ahead import expect_kv_bits, expect_place, expect_prompts, stated
 from .heatmap import heatmap
 from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits
-from .measurements import Measurements
+from .measurements import Measurements, measurements_path, read_measurements
 from .progress import progress
 from .prompts import digest, read_prompts, require_prompts
 from .show import indices
@@ -44,19 +45,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
+    for path in (options.out, options.svg):
+        if path is not None:
+            expect_place(path)
     about = _load(options)
     spec, model = about.spec, about.model
-    for bits in options.candidates:  # a group that divides no head is refused before anything is measured
-        read_kv_config(uniform_kv_config(spec, bits, options.group_size), spec, "--group-size")
-    key = {
-        "fingerprint": spec.architecture,
-        "weights": about.weights,
-        "data": about.data,
-        "length": options.length,
-        "chunk": options.chunk,
-        "group_size": options.group_size,
-    }
-    measured = Measurements(options.out.with_name(options.out.name + ".measurements.jsonl"), key)
+    key = {"fingerprint": spec.architecture, "data": about.data, **_known(options, about.weights)}
+    measured = Measurements(measurements_path(options.out), key)
     wishes = [(layer, bits) for layer in spec.owners for bits in options.candidates]
     total = len(about.sequences) * (len(wishes) + 1)
     with progress(total, "measurement", quiet=options.json) as bar:
@@ -109,9 +104,15 @@ def _load(options: argparse.Namespace) -> About:
 
         folder = find_folder(options.checkpoint)
         name, weights = name_of(options.checkpoint, folder), weights_digest(folder)
+        read_measurements(measurements_path(options.out), _known(options, weights))
+        spec = stated(folder)
+        if spec is not None:
+            _expect_groups(spec, options)
+            expect_prompts(options.data, spec)
         model, tokenizer = load(folder)
         encode = tokenizer.encode
     spec = read_arguments(text_model(model).args)
+    _expect_groups(spec, options)
     prompts = read_prompts(options.data, encode, spec.vocab_size)
     # Lines of a text are joined, so that there is a past to look back on; each line of a .jsonl stays by itself.
     if options.data.suffix == ".txt":
@@ -121,6 +122,21 @@ def _load(options: argparse.Namespace) -> About:
     else:
         sequences = [list(tokens[: options.length]) for tokens in prompts]
     return About(name, model, spec, weights, digest(prompts), sequences[: options.sequences])
+
+
+def _known(options: argparse.Namespace, weights: str) -> dict[str, Any]:
+    """What measurements go by, of that which is known before the weights are loaded."""
+    return {
+        "weights": weights,
+        "length": options.length,
+        "chunk": options.chunk,
+        "group_size": options.group_size,
+    }
+
+
+def _expect_groups(spec: Spec, options: argparse.Namespace) -> None:
+    for bits in options.candidates:
+        expect_kv_bits(spec, bits, options.group_size, "--group-size")
 
 
 def _random(name: str) -> tuple[Any, Any]:
