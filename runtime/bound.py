@@ -19,7 +19,8 @@ from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, in_place_sites, leasable, run
+from .in_place import InPlace, Lease, in_place_sites, leasable, run, sites_over_slots
+from .joint import find_joints, let_wait, reading
 from .kernels import QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
@@ -108,6 +109,7 @@ class Bound:
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
         self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
+        self.readers: frozenset[str] = frozenset()  # sites that may be given a Waiting
         self.reason = ""
         self.decode_reason = self.quantized_reason = self.batch_reason = self.in_place_reason = ""
         self.tier_sites: States = {}
@@ -156,20 +158,29 @@ class Bound:
 
     def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
         """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
-        products = tuple(filter(pays, find_products(self.files[0], text)))
-        self.products = tuple(dict.fromkeys((one.slot, one.site) for one in products))
+        every = find_products(self.files[0], text)
+        products = tuple(filter(pays, every))
+        own = {name: site for file in self.files for name, site in sites_of(file).items()}
+        joints = find_joints(own, sites_over_slots(own), every, len(self.weights.layers))
+        named = [*((one.slot, one.site) for one in products), *((one.name, one.site) for one in joints)]
+        self.products = tuple(dict.fromkeys(named))
         sites = [site for file in self.files for site in sites_of(file).values()]
-        calls = resolve_all([*sites, *(one.site for one in products)], stream_dtype(text), kernels=kernels)
-        return with_kernels(self.weights, products, calls[len(sites) :])
+        wanted = [*sites, *(one.site for one in products), *(one.site for one in joints)]
+        calls = resolve_all(wanted, stream_dtype(text), kernels=kernels)[len(sites) :]
+        single = with_kernels(self.weights, products, calls[: len(products)])
+        self.readers = let_wait(single, joints, calls[len(products) :])
+        return single
 
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
         sites, dtype = sites_of(file), stream_dtype(text)
         calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
+        for name in self.readers & set(sites):
+            setattr(calls, name, reading(name, getattr(calls, name)))
         guard, in_place = CacheGuard(file.CACHES), None
         if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
-            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype, kernels)
+            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype, kernels, self.readers)
         for name, site in sites.items():
             if isinstance(site, QKVRope) and site.kv_heads:
                 setattr(calls, name, _storing(getattr(calls, name)))

@@ -89,7 +89,7 @@ class Specialized(Watched):
             )
         assert inputs is not None
         step = None if tap is None else tap.begin(bound.sentinel, inputs.shape[1])
-        hook = no_tap if step is None else step
+        hook = no_tap if step is None else step.hook(inputs.shape[1])
         decode = route.decode if single else None
         if lease is not None and decode is None:
             give_all_back(cache)

@@ -14,14 +14,14 @@ from mlx_lm.models import switch_layers
 from .evaluation import evaluate
 from .joining import join
 from .kernels import GatedExperts, QuantizedMatvec, QuantizedPerLayerGate, QuantizedRouter, SummedExperts
-from .kernels.site import Call
+from .kernels.site import Call, stands_in
 from .watch import plain_class
 from .weights import DOWN_EXPERTS, GATED_EXPERTS, JOINED, LINEARS, parts_of
 
 # Bytes of packed 4-bit weights from which the kernel saves the device more than twice of what it costs the host more
 # than MLX's own. (Of 8-bit weights, MLX's own is as fast.) One that takes more along than the product saves launches,
 # whatever its size. Measured on an H200: docs/decode.md.
-LARGE = 14 << 20
+LARGE = 12 << 20
 # Slots that `decode` never reads where it has joined them.
 APART = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -133,8 +133,7 @@ def with_kernels(weights: Any, products: Sequence[Product], calls: Sequence[Call
     single = SimpleNamespace(**vars(weights))
     single.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
     for product, call in zip(products, calls, strict=True):
-        # Not `call != product.site.plain`: layers have equal sites, and one of them is asked for all.
-        if getattr(call, "__func__", None) is not type(product.site).plain:
+        if stands_in(call, product.site):
             owner = single if product.layer is None else single.layers[product.layer]
             setattr(owner, product.slot, _launch(call, product))
     return single

@@ -76,6 +76,19 @@ class HiddenTap:
     def end(self) -> None:
         """Called when a forward is built, before anything is evaluated."""
 
+    def hook(self, length: int) -> Tap:
+        """What a forward of `length` tokens that has begun calls at each index. For one token: a plain function."""
+        if length > 1 or self.edits:
+            return self
+        layers, captured = self.layers, self.captured
+
+        def keep(index: int, value: mx.array) -> mx.array:
+            if index in layers:
+                captured[index] = value
+            return value
+
+        return keep
+
     def __call__(self, index: int, value: mx.array) -> mx.array:
         if index in self.layers:
             if self.edit is not None:

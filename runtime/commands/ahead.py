@@ -3,9 +3,9 @@
 Whatever needs the weights is said later, in the same words.
 """
 
-import errno
 import tempfile
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from ...codegen.config import read_config, read_file
@@ -13,7 +13,7 @@ from ...codegen.errors import SpecError
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
 from ..errors import StraightlineError
-from .prompts import read_prompts
+from .prompts import prompts
 from .subject import CONFIG, Subject
 
 
@@ -31,9 +31,10 @@ def expect_taps(spec: Spec, layers: Iterable[int]) -> None:
     HiddenTap(layers).begin(spec.sentinel, 1)
 
 
-def expect_prompts(path: Path, spec: Spec) -> None:
-    """All but what only the tokenizer knows."""
-    read_prompts(path, lambda text: [0], spec.vocab_size)
+def expect_prompts(path: Path, spec: Spec, count: int | None = None) -> None:
+    """All but what only the tokenizer knows, of so many prompts or all."""
+    for _ in islice(prompts(path, lambda text: [0], spec.vocab_size), count):
+        pass
 
 
 def expect_kv_bits(spec: Spec, bits: int, group_size: int, where: str) -> None:
@@ -52,10 +53,10 @@ def expect_file(subject: Subject, purpose: str) -> None:
 
 
 def expect_place(path: Path) -> None:
-    """Raises OSError if no file can be written there."""
+    """Raises StraightlineError or OSError if no file can be written there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "it is a folder; expected the name of a file", str(path))
+        raise StraightlineError(f"{path}: is a folder; expected a file to write")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

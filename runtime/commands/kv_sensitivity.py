@@ -7,6 +7,7 @@ else plain; then a greedy knapsack down to the target. Can be killed and started
 import argparse
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 from ...codegen.kv import BITS, GROUP_SIZES
 from ...codegen.spec import Attention, Spec
 from ..atomic import write_text
+from ..errors import StraightlineError
 from .ahead import expect_kv_bits, expect_place, expect_prompts, stated
+from .calibration import sequences
 from .heatmap import heatmap
+from .hold import held
 from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits
 from .measurements import Measurements, measurements_path, read_measurements
 from .progress import progress
-from .prompts import digest, read_prompts, require_prompts
+from .prompts import require_prompts
 from .show import indices
 from .subject import name_of
 from .words import size, table
@@ -32,7 +36,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a folder or a hub id")
     parser.add_argument("--random", metavar="NAME", help="random weights of a published architecture, to try it")
     parser.add_argument("--data", type=Path, required=True, metavar="F", help="calibration text: .txt or .jsonl")
-    parser.add_argument("--target-bits", type=float, required=True, help="mean over all stored numbers, such as 4.5")
+    parser.add_argument(
+        "--target-bits",
+        type=float,
+        required=True,
+        help="mean over all stored numbers, such as 4.5, their scales not counted",
+    )
     parser.add_argument("--candidates", type=indices, default=BITS, help="bits to try (default: 2,3,4,6,8)")
     parser.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES, help="(default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=8, help="at most so many (default: %(default)s)")
@@ -45,12 +54,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    for path in (options.out, options.svg):
-        if path is not None:
-            expect_place(path)
+    with held(options.out, "kv-sensitivity"):
+        _run(options)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
     about = _load(options)
     spec, model = about.spec, about.model
-    key = {"fingerprint": spec.architecture, "data": about.data, **_known(options, about.weights)}
+    key = {"fingerprint": spec.architecture, **_settings(options, about.weights)}
     measured = Measurements(measurements_path(options.out), key)
     wishes = [(layer, bits) for layer in spec.owners for bits in options.candidates]
     total = len(about.sequences) * (len(wishes) + 1)
@@ -58,14 +70,13 @@ def run(options: argparse.Namespace) -> int:
         _measure(
             model, about.sequences, {_what([one], options.group_size): [one] for one in wishes}, measured, bar, options
         )
-        items = _items(spec, options, measured)
+        items = _items(about, options, measured)
         chosen = choose(items, options.target_bits)
         mix = [(layer, bits) for layer, bits in chosen.items()]
         _measure(model, about.sequences, {_what(mix, options.group_size): mix}, measured, bar, options)
-    together = measured.mean(_what(mix, options.group_size))
+    together = measured.mean(about.sequences, _what(mix, options.group_size))
     write_text(options.out, _kv_config_text(mix, options.group_size))
     _report(options, about, items, chosen, together)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,6 @@ class About:
     model: Any
     spec: Spec
     weights: str
-    data: str
     sequences: list[list[int]]
 
 
@@ -89,6 +99,11 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error(f"--target-bits is {options.target_bits:g}; expected {low} to {high}, as the candidates")
     if min(options.sequences, options.length, options.chunk) < 1:
         options.usage_error("--sequences, --length and --chunk must be 1 or more")
+    files = [path.resolve() for path in (options.data, options.out, options.svg) if path is not None]
+    if len(set(files)) < len(files):
+        options.usage_error("--data, --out and --svg must be different files")
+    for path in files[1:]:
+        expect_place(path)
 
 
 def _load(options: argparse.Namespace) -> About:
@@ -104,34 +119,23 @@ def _load(options: argparse.Namespace) -> About:
 
         folder = find_folder(options.checkpoint)
         name, weights = name_of(options.checkpoint, folder), weights_digest(folder)
-        read_measurements(measurements_path(options.out), _known(options, weights))
+        if measurements_path(options.out).exists():
+            read_measurements(measurements_path(options.out), _settings(options, weights))
         spec = stated(folder)
         if spec is not None:
             _expect_groups(spec, options)
-            expect_prompts(options.data, spec)
+            expect_prompts(options.data, spec, options.sequences)
         model, tokenizer = load(folder)
         encode = tokenizer.encode
     spec = read_arguments(text_model(model).args)
     _expect_groups(spec, options)
-    prompts = read_prompts(options.data, encode, spec.vocab_size)
-    # Lines of a text are joined, so that there is a past to look back on; each line of a .jsonl stays by itself.
-    if options.data.suffix == ".txt":
-        joined = [token for tokens in prompts for token in tokens]
-        starts = range(0, len(joined), options.length)
-        sequences = [joined[at : at + options.length] for at in starts]
-    else:
-        sequences = [list(tokens[: options.length]) for tokens in prompts]
-    return About(name, model, spec, weights, digest(prompts), sequences[: options.sequences])
+    found = sequences(options.data, encode, spec.vocab_size, options.length, options.sequences)
+    return About(name, model, spec, weights, found)
 
 
-def _known(options: argparse.Namespace, weights: str) -> dict[str, Any]:
-    """What measurements go by, of that which is known before the weights are loaded."""
-    return {
-        "weights": weights,
-        "length": options.length,
-        "chunk": options.chunk,
-        "group_size": options.group_size,
-    }
+def _settings(options: argparse.Namespace, weights: str) -> dict[str, Any]:
+    """What measurements are of, but for the architecture."""
+    return {"weights": weights, "chunk": options.chunk, "group_size": options.group_size}
 
 
 def _expect_groups(spec: Spec, options: argparse.Namespace) -> None:
@@ -156,7 +160,7 @@ def _random(name: str) -> tuple[Any, Any]:
 
 def _measure(
     model: Any,
-    sequences: list[list[int]],
+    texts: list[list[int]],
     wishes: dict[str, list[tuple[int, int]]],
     measured: Measurements,
     bar: Any,
@@ -165,13 +169,16 @@ def _measure(
     """Every wish on every sequence, but for those that are there. Plain logits are held for one sequence at a time."""
     from .divergence import Reference
 
-    for number, tokens in enumerate(sequences):
-        left = {what: mix for what, mix in wishes.items() if not measured.has(number, what)}
+    for tokens in texts:
+        left = {what: mix for what, mix in wishes.items() if not measured.has(tokens, what)}
         bar.update(len(wishes) - len(left))
         reference = Reference(model, tokens, options.chunk) if left else None
         for what, mix in left.items():
             assert reference is not None
-            measured.add(number, what, reference.divergence(_kv_config(mix, options.group_size)), len(tokens))
+            kl = reference.divergence(_kv_config(mix, options.group_size))
+            if not math.isfinite(kl):
+                raise StraightlineError(f"{what}: the divergence is {kl}; expected a model whose logits are finite")
+            measured.add(tokens, what, kl)
             bar.update()
 
 
@@ -190,14 +197,18 @@ def _what(mix: list[tuple[int, int]], group_size: int) -> str:
     return f"mix {hashlib.sha256(json.dumps(_kv_config(mix, group_size)).encode()).hexdigest()[:16]}"
 
 
-def _items(spec: Spec, options: argparse.Namespace, measured: Measurements) -> tuple[Item, ...]:
+def _items(about: About, options: argparse.Namespace, measured: Measurements) -> tuple[Item, ...]:
+    layers = about.spec.layers
     return tuple(
         Item(
             layer,
-            2 * spec.layers[layer].kv_heads * spec.layers[layer].head_dim,
-            {bits: measured.mean(_what([(layer, bits)], options.group_size)) for bits in options.candidates},
+            2 * layers[layer].kv_heads * layers[layer].head_dim,
+            {
+                bits: measured.mean(about.sequences, _what([(layer, bits)], options.group_size))
+                for bits in options.candidates
+            },
         )
-        for layer in spec.owners
+        for layer in about.spec.owners
     )
 
 
@@ -210,8 +221,11 @@ def _report(
     sliding = frozenset(layer for layer in spec.owners if spec.layers[layer].attention is Attention.SLIDING)
     alone = sum(item.loss[chosen[item.layer]] for item in items)
     bytes_of = {item.layer: item.numbers * (chosen[item.layer] / 8 + 4 / options.group_size) for item in items}
-    plain = sum(item.numbers * 2 for item in items)
-    line = f"{tokens} tokens, {mean:.2f} bits on average, KL {together:.2e} nats a token"
+    numbers, stored = sum(item.numbers for item in items), sum(bytes_of.values())
+    line = (
+        f"{tokens} tokens, {mean:.2f} bits on average, {8 * stored / numbers:.2f} with scales, "
+        f"KL {together:.2e} nats a token"
+    )
     if options.svg:
         write_text(options.svg, heatmap(f"{about.name}: KV sensitivity", line, items, sliding, chosen))
     if options.json:
@@ -223,7 +237,14 @@ def _report(
             }
             for item in items
         ]
-        found = {"kv_config": str(options.out), "mean_bits": mean, "kl": together, "tokens": tokens, "layers": layers}
+        found = {
+            "kv_config": str(options.out),
+            "mean_bits": mean,
+            "bytes_a_token": stored,
+            "kl": together,
+            "tokens": tokens,
+            "layers": layers,
+        }
         print(json.dumps(found, indent=1))
         return
     head = ["layer", "kind", *(f"{bits} bits" for bits in sorted(options.candidates)), "chosen", "a token"]
@@ -235,5 +256,6 @@ def _report(
     print("\n".join([f"{about.name}: KL from plain K/V in nats a token, one layer quantized at a time", *table(rows)]))
     print(
         f"\n{line} together ({alone:.2e} as the sum of the layers alone)\n"
-        f"a token takes {size(sum(bytes_of.values()))} in place of {size(plain)} at 16 bits\n{options.out}: written"
+        f"where plain is 16 bits, a token takes {size(stored)} in place of {size(2 * numbers)}\n"
+        f"{options.out}: written"
     )

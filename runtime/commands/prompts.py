@@ -12,7 +12,14 @@ from ..errors import StraightlineError
 
 def read_prompts(path: Path, encode: Callable[[str], list[int]], vocabulary: int) -> list["array[int]"]:
     """The token ids of each prompt, in order; blank lines are passed over. Raises StraightlineError naming the line."""
-    prompts = []
+    found = list(prompts(path, encode, vocabulary))
+    if not found:
+        raise StraightlineError(f"{path.name}: has no prompts; expected one a line")
+    return found
+
+
+def prompts(path: Path, encode: Callable[[str], list[int]], vocabulary: int) -> Iterator["array[int]"]:
+    """The same, one by one: what is not asked for is not read."""
     for number, line in _lines(path):
         where = f"{path.name}: line {number}"
         found = _from_json(line, where) if path.suffix == ".jsonl" else line
@@ -22,10 +29,7 @@ def read_prompts(path: Path, encode: Callable[[str], list[int]], vocabulary: int
         wrong = next((one for one in tokens if type(one) is not int or not 0 <= one < vocabulary), None)
         if wrong is not None:
             raise StraightlineError(f"{where} has the token {wrong!r}; expected integers from 0 to {vocabulary - 1}")
-        prompts.append(array("i", tokens))
-    if not prompts:
-        raise StraightlineError(f"{path.name}: has no prompts; expected one a line")
-    return prompts
+        yield array("i", tokens)
 
 
 def require_prompts(path: Path) -> None:

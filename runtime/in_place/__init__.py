@@ -9,6 +9,15 @@ same arrays at every token, and are built by mx.compile (`compiled.py`).
 
 from .lease import Lease, leasable
 from .leased import lease_of
-from .sites import InPlace, in_place_sites, over_whole_buffers, run
+from .sites import InPlace, in_place_sites, over_whole_buffers, run, sites_over_slots
 
-__all__ = ["InPlace", "Lease", "in_place_sites", "leasable", "lease_of", "over_whole_buffers", "run"]
+__all__ = [
+    "InPlace",
+    "Lease",
+    "in_place_sites",
+    "leasable",
+    "lease_of",
+    "over_whole_buffers",
+    "run",
+    "sites_over_slots",
+]

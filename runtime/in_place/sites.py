@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..joint import in_place_name, reading
 from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolved
 from .compiled import CompiledLayers
 from .slot import Slot
@@ -22,22 +23,35 @@ class InPlace(NamedTuple):
         return InPlace(self.moving, self.moving)
 
 
+def sites_over_slots(sites: Mapping[str, Site]) -> dict[str, Site]:
+    """Those of a file's sites that are others over slots, as what they are there."""
+    wanted = {name: _over_slots(name, site, sites) for name, site in sites.items()}
+    return {name: site for name, site in wanted.items() if site is not None}
+
+
 def in_place_sites(
-    sites: Mapping[str, Site], calls: SimpleNamespace, dtype: mx.Dtype, kernels: bool | None
+    sites: Mapping[str, Site],
+    calls: SimpleNamespace,
+    dtype: mx.Dtype,
+    kernels: bool | None,
+    readers: frozenset[str] = frozenset(),
 ) -> tuple[InPlace | None, str]:
     """As `calls`, but each token's K/V written where it stays; or None and the reason.
 
     sites: a file's, by name in lower case. calls: what serves them over ordinary caches. kernels: as for `resolved`.
+    readers: as `let_wait` gives them.
     """
-    wanted = {name: _over_slots(name, site, sites) for name, site in sites.items()}
-    ours = {name: site for name, site in wanted.items() if site is not None}
+    ours = sites_over_slots(sites)
     over = dict(vars(calls))
     for (name, site), found in zip(ours.items(), resolved(ours.values(), dtype, kernels=kernels), strict=True):
         if found.state == "plain":
             return None, f"{name}: {found.reason}"
-        over[name] = site.over_views() if isinstance(site, Attention) else found.call
+        call, reader = found.call, in_place_name(name)
+        if not isinstance(site, Attention) and (reader in readers or name in readers):
+            call = reading(reader, call)
+        over[name] = site.over_views() if isinstance(site, Attention) else call
         if isinstance(site, QKVRopeInto):
-            over[name] = _into(found.call)
+            over[name] = _into(call)
     return in_place(over), ""
 
 
@@ -77,9 +91,8 @@ def _over_slots(name: str, site: Site, sites: Mapping[str, Site]) -> Site | None
     if isinstance(site, QKVRope):
         if site.kv_heads:
             return QKVRopeInto(site)
-        attention = sites[name.replace("_query", "_attention")]
-        assert isinstance(attention, Attention)
-        return replace(site, grouped=attention.kv_heads)
+        attention = sites.get(name.replace("_query", "_attention"))  # none over quantized K/V
+        return replace(site, grouped=attention.kv_heads) if isinstance(attention, Attention) else None
     return site if isinstance(site, Attention) else None
 
 

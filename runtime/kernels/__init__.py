@@ -9,6 +9,7 @@ from .fast import FastAttention
 from .fast_resolve import faster
 from .gates import Geglu, PerLayerGate
 from .into import QKVRopeInto
+from .joint import PerLayerEnd, ProductHeads
 from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved
@@ -22,7 +23,9 @@ __all__ = [
     "FastAttention",
     "GatedExperts",
     "Geglu",
+    "PerLayerEnd",
     "PerLayerGate",
+    "ProductHeads",
     "QKVRope",
     "QKVRopeInto",
     "QuantizedMatvec",

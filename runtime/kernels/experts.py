@@ -120,7 +120,7 @@ class QuantizedRouter(Site):
         return Program(
             backend,
             "routed",
-            headers=("matvec.h", *alone.headers, "routed.h"),
+            headers=("matvec.h", "matvec_block.h", *alone.headers, "routed.h"),
             constants=(*constants, ("ROWS", 2), ("UNROLLED", 4), ("BLOCK", threads), *alone.constants),
             inputs=names[:5],
             outputs=names[5:],

@@ -110,11 +110,11 @@ class FastAttention(Site):
 
     def in_cluster(self, backend: str, cut: Cut) -> Program:
         """One kernel; the blocks that share the rows of a head are one cluster."""
-        return self._reading(backend, cut, "fast_cluster.h", ("out",), (("CLUSTER", CLUSTER),))
+        return self._reading(backend, cut, ("cluster.h", "fast_cluster.h"), ("out",), (("CLUSTER", CLUSTER),))
 
     def in_parts(self, backend: str, cut: Cut) -> tuple[Program, Program]:
         """Two kernels: any number of blocks share the rows of a head, the second kernel adds up what they leave."""
-        return self._reading(backend, cut, "fast_parts.h", ("parts", "scores"), ()), Program(
+        return self._reading(backend, cut, ("fast_parts.h",), ("parts", "scores"), ()), Program(
             backend,
             "fast_merge",
             headers=("fast_merge.h",),
@@ -162,7 +162,12 @@ class FastAttention(Site):
         )
 
     def _reading(
-        self, backend: str, cut: Cut, ending: str, outputs: tuple[str, ...], more: tuple[tuple[str, int], ...]
+        self,
+        backend: str,
+        cut: Cut,
+        ending: tuple[str, ...],
+        outputs: tuple[str, ...],
+        more: tuple[tuple[str, int], ...],
     ) -> Program:
         if backend != "cuda":
             raise Unsupported("the fast attention is written for CUDA")
@@ -179,7 +184,7 @@ class FastAttention(Site):
         return Program(
             backend,
             "fast_attention",
-            headers=("fast_base.h", "fast_packed.h" if self.bits else "fast_plain.h", ending, "fast_attention.h"),
+            headers=("fast_base.h", "fast_packed.h" if self.bits else "fast_plain.h", *ending, "fast_attention.h"),
             constants=(*self._constants(cut), *more),
             inputs=("q", *stored[0], *stored[1], *(("rows",) if self.whole else ())),
             outputs=outputs,

@@ -1,25 +1,6 @@
 // The blocks that share the rows of a head are one cluster: each reads what the others have in their shared memory, and
-// writes its slice of the result. Nothing is left in memory for the next launch, so launches may overlap as they like.
-// MLX writes `__global__ void` itself; this is the one way to say how large its clusters are.
-#undef __global__
-#define __global__ __attribute__((global)) __cluster_dims__(straightline::CLUSTER, 1, 1)
-
+// writes its slice of the result.
 namespace straightline {
-
-// All threads of all blocks of the cluster; what they have written before is seen after.
-DEVICE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
-}
-
-// One value of another block's shared memory, by where this block has its own.
-DEVICE float of_block(const float* own, int block) {
-  const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(own));
-  unsigned there;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-  return value;
-}
 
 struct Out {
   T* result;

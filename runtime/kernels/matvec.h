@@ -5,11 +5,6 @@ namespace straightline {
 
 using Pair = __nv_bfloat162;
 
-CONSTANT int LANE = BITS == 4 ? 16 : 8;
-CONSTANT int STEP = 32 * LANE; // values of x that a warp takes in a step
-CONSTANT int STEPS = INPUTS / STEP;
-CONSTANT int REST = INPUTS % STEP / LANE; // lanes of a last, partial step
-
 DEVICE Pair as_pair(unsigned bits) { return *reinterpret_cast<const Pair*>(&bits); }
 
 DEVICE Pair weight(Pair q, T scale, T bias) { return __hfma2(q, __bfloat162bfloat162(scale), __bfloat162bfloat162(bias)); }
@@ -93,10 +88,17 @@ template <>
 struct Chosen<false> {
   using Sums = Sums8;
 };
-using Sums = typename Chosen<BITS == 4>::Sums;
 
-// The rows of weights that a warp takes at once, and what each of them gives with x.
-struct Rows {
+// The rows of weights that a warp takes at once, and what each of them gives with x, of INPUTS values.
+template <int INPUTS, int BITS, int GROUP, int ROWS, int UNROLLED>
+struct Matvec {
+  using Sums = typename Chosen<BITS == 4>::Sums;
+  static CONSTANT int TAKEN = ROWS;
+  static CONSTANT int LANE = BITS == 4 ? 16 : 8;
+  static CONSTANT int STEP = 32 * LANE; // values of x that a warp takes in a step
+  static CONSTANT int STEPS = INPUTS / STEP;
+  static CONSTANT int REST = INPUTS % STEP / LANE; // lanes of a last, partial step
+
   const uint2* packed[ROWS];
   const T *scale[ROWS], *bias[ROWS];
 
@@ -126,11 +128,5 @@ struct Rows {
           bias[r][step * (STEP / GROUP)]);
   }
 };
-
-CONSTANT int FINISHED = GLU ? ROWS / 2 : ROWS; // values that a warp writes
-CONSTANT int WIDTH = GLU ? OUTPUTS / 2 : OUTPUTS;
-
-// The first of the values that a warp writes.
-DEVICE int first_of(Place here) { return (here.block * (BLOCK / 32) + (here.tid >> 5)) * FINISHED; }
 
 } // namespace straightline

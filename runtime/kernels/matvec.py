@@ -66,7 +66,7 @@ class QuantizedMatvec(Site):
         return Program(
             backend,
             "quantized_matvec",
-            headers=(*finish, "matvec.h", "matvec_product.h"),
+            headers=("matvec.h", "matvec_block.h", *finish, "matvec_product.h"),
             constants=(*constants, ("ROWS", rows), ("UNROLLED", unrolled), ("BLOCK", 32 * WARPS)),
             inputs=names[:4],
             outputs=names[4:],
@@ -122,7 +122,7 @@ class QuantizedPerLayerGate(Site):
         return Program(
             backend,
             "quantized_per_layer_gate",
-            headers=("gelu.h", "matvec.h", "matvec_per_layer.h"),
+            headers=("gelu.h", "matvec.h", "matvec_block.h", "matvec_per_layer.h"),
             constants=(*constants, ("ROWS", 1), ("UNROLLED", 8), ("BLOCK", 32 * warps), ("LAYERS", self.layers)),
             inputs=names[:-1],
             outputs=names[-1:],

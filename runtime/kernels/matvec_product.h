@@ -4,12 +4,12 @@ namespace straightline {
 // ROWS rows of w a warp: neighbours, or with GLU half of them of gate and the same of up.
 DEVICE void quantized_matvec(const T* x, const unsigned* w, const T* scales, const T* biases, T* out, Place here) {
   const int lane = here.tid & 31, first = first_of(here);
-  if (first >= WIDTH) return;
+  if (first >= RESULTS) return;
   Rows rows;
   UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const int row = min(first + r % FINISHED, WIDTH - 1); // beyond the last: done twice, written once
-    rows.set(r, w, scales, biases, row + (r / FINISHED) * WIDTH, lane);
+    const int row = min(first + r % FINISHED, RESULTS - 1); // beyond the last: done twice, written once
+    rows.set(r, w, scales, biases, row + (r / FINISHED) * RESULTS, lane);
   }
   T result[ROWS];
   rows.times(x, lane, result);

@@ -20,19 +20,21 @@ DEVICE void rotate(SHARED_MEMORY const T* head, P position, F freqs, O to, Place
   }
 }
 
-// Head `index` of the row, normed, turned and written to `to`.
+// Which head of the row a block reads; v may be another's raw values.
+DEVICE int source_of(int index) { return K_EQ_V && index >= HEADS + KV_HEADS ? index - KV_HEADS : index; }
+
+// The values `from` of head here.block, normed, turned and written to `to`.
 template <typename X, typename QW, typename KW, typename P, typename F, typename O>
 DEVICE void head_rope(
-    X qkv, QW q_norm, KW k_norm, P position, F freqs, O to, SHARED_MEMORY float* sums, SHARED_MEMORY T* head,
+    X from, QW q_norm, KW k_norm, P position, F freqs, O to, SHARED_MEMORY float* sums, SHARED_MEMORY T* head,
     Place here) {
   const int index = here.block, tid = here.tid;
   const bool is_q = index < HEADS, is_v = index >= HEADS + KV_HEADS;
-  const int source = K_EQ_V && is_v ? index - KV_HEADS : index;
 
   const bool holds = tid < HEAD_DIM / READS;
   Vec x = zeros(), weight = zeros();
   if (holds) {
-    x = read(qkv + here.row * WIDTH + source * HEAD_DIM, tid);
+    x = read(from, tid);
     if (is_q)
       weight = read(q_norm, tid);
     else if (!is_v)
@@ -53,15 +55,21 @@ DEVICE void head_rope(
   rotate(head, position, freqs, to, here);
 }
 
+// Where head `index` of row `row` goes.
+template <typename O>
+DEVICE O head_of(int index, int row, O q, O k, O v) {
+  if (index < HEADS) return q + (row * HEADS + index) * HEAD_DIM;
+  const int kv_head = row * KV_HEADS + (index - HEADS) % (KV_HEADS > 0 ? KV_HEADS : 1);
+  return (index < HEADS + KV_HEADS ? k : v) + kv_head * HEAD_DIM;
+}
+
 template <typename X, typename QW, typename KW, typename P, typename F, typename O>
 DEVICE void qkv_rope(
     X qkv, QW q_norm, KW k_norm, P position, F freqs, O q, O k, O v,
     SHARED_MEMORY float* sums, SHARED_MEMORY T* head, Place here) {
-  const int index = here.block, q_row = here.row * HEADS, kv_row = here.row * KV_HEADS;
-  O to = q + (q_row + index) * HEAD_DIM;
-  if (index >= HEADS) to = k + (kv_row + index - HEADS) * HEAD_DIM;
-  if (index >= HEADS + KV_HEADS) to = v + (kv_row + index - HEADS - KV_HEADS) * HEAD_DIM;
-  head_rope(qkv, q_norm, k_norm, position, freqs, to, sums, head, here);
+  X from = qkv + here.row * WIDTH + source_of(here.block) * HEAD_DIM;
+  O to = head_of(here.block, here.row, q, k, v);
+  head_rope(from, q_norm, k_norm, position, freqs, to, sums, head, here);
 }
 
 } // namespace straightline

@@ -3,19 +3,27 @@
 // which is not read, is what must have read the row before.
 namespace straightline {
 
+// Where a token's heads go. Read before it is needed: that takes as long as a product.
+struct Places {
+  const T *keys, *values;
+  T* q;
+  int position, shift, rows;
+
+  DEVICE T* of(int index) const {
+    if (index < HEADS) return q + index * HEAD_DIM;
+    const T* buffer = index < HEADS + KV_HEADS ? keys : values;
+    const int row = (position + shift) % rows, kv_head = (index - HEADS) % KV_HEADS;
+    return const_cast<T*>(buffer) + (size_t(kv_head) * rows + row) * HEAD_DIM;
+  }
+};
+
 template <typename X, typename QW, typename KW, typename P, typename F, typename R, typename A>
 DEVICE void qkv_rope_into(
     X qkv, QW q_norm, KW k_norm, P position, F freqs, const T* keys, const T* values, R ring, A after, T* q,
     SHARED_MEMORY float* sums, SHARED_MEMORY T* head, Place here) {
-  const int index = here.block, rows = at(ring, 1);
-  const int row = (at(position, 0) + at(ring, 0)) % rows;
-  T* to = q + index * HEAD_DIM;
-  if (index >= HEADS) {
-    const int kv_head = (index - HEADS) % KV_HEADS;
-    const T* buffer = index < HEADS + KV_HEADS ? keys : values;
-    to = const_cast<T*>(buffer) + (size_t(kv_head) * rows + row) * HEAD_DIM;
-  }
-  head_rope(qkv, q_norm, k_norm, position, freqs, to, sums, head, here);
+  const Places places{keys, values, q, at(position, 0), at(ring, 0), at(ring, 1)};
+  T* to = places.of(here.block);
+  head_rope(qkv + source_of(here.block) * HEAD_DIM, q_norm, k_norm, position, freqs, to, sums, head, here);
 }
 
 } // namespace straightline

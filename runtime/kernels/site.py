@@ -61,6 +61,11 @@ class Site(ABC):
         return inputs
 
 
+def stands_in(call: Call, site: Site) -> bool:
+    """Whether `call` is another than the plain form. Not `call != site.plain`: one of equal sites is asked for all."""
+    return getattr(call, "__func__", None) is not type(site).plain
+
+
 def sites_of(file: ModuleType) -> dict[str, Site]:
     """The fused sites of a generated file, by the names that its `decode` calls them by."""
     return {name.lower(): site for name, site in vars(file).items() if isinstance(site, Site)}

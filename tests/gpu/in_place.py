@@ -122,20 +122,25 @@ def one(name: str, rounds: int, steps: int, tokens: int, reduced: bool) -> bool:
     return not any(departs.values())
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--sizes", default="e4b,12b,26b")
-parser.add_argument("--rounds", type=int, default=6)
-parser.add_argument("--steps", type=int, default=32)
-parser.add_argument("--tokens", type=int, default=30)
-parser.add_argument("--reduced", action="store_true", help="toy widths without kernels, for a CPU")
-options = parser.parse_args()
-equal = True
-for size in options.sizes.split(","):
-    try:
-        equal = one(size, options.rounds, options.steps, options.tokens, options.reduced) and equal
-    except Exception:
-        equal = False
-        traceback.print_exc(file=sys.stdout)
-    gc.collect()
-    mx.clear_cache()
-sys.exit(0 if equal else 1)
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", default="e4b,12b,26b")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=30)
+    parser.add_argument("--reduced", action="store_true", help="toy widths without kernels, for a CPU")
+    options = parser.parse_args()
+    equal = True
+    for size in options.sizes.split(","):
+        try:
+            equal = one(size, options.rounds, options.steps, options.tokens, options.reduced) and equal
+        except Exception:
+            equal = False
+            traceback.print_exc(file=sys.stdout)
+        gc.collect()
+        mx.clear_cache()
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,8 @@
-"""How many kernels a token takes, by torch's profiler (it sees MLX's, too), beside the primitives of its graph.
+"""How many kernels a token takes and how long each runs, by torch's profiler (it sees MLX's, too), beside the
+primitives of its graph.
 
-Random 4-bit weights of full size, one token a call; downloads nothing. About 20 s a size on an H200. Where torch has no
-CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the profiler shows no kernels.
+Random 4-bit weights of full size, one token a call; downloads nothing. On an H200 90 s were enough for two sizes. Where
+torch has no CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the profiler shows no kernels.
 
     . tests/gpu/path.sh && python3 tests/gpu/launches.py
 """
@@ -9,11 +10,11 @@ CUDA the graph is all there is. --reduced: toys, for a CPU. Exits with 1 if the 
 import argparse
 import gc
 import re
+import statistics
 import sys
 import time
 import traceback
-from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from machine import describe
@@ -26,7 +27,15 @@ from straightline.runtime.benchmark.sides import Side, fill, sides
 SIZES = ("e4b", "12b", "26b")
 CONTEXTS = {"e4b": 600, "e2b": 600}
 TOKENS = 8
+SHOWN = 16  # of the kernels, those that take most
 PAUSE = 0.3  # seconds between two sides, from which the record tells them apart
+
+
+class Ran(NamedTuple):
+    """One run of a kernel; took: microseconds."""
+
+    name: str
+    took: float
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,10 +67,17 @@ def count(size: str, options: argparse.Namespace, profile: Any) -> int:
         warm[side] = decode(side, calls.first, caches, 2 * TOKENS)
     kernels = profiled(profile, warm) if profile else {}
     for side, graph in found.items():
-        told = f"; {len(kernels[side]) / TOKENS:.1f} kernels" if side in kernels else ""
+        ran = kernels.get(side, ())
+        busy = sum(one.took for one in ran) / TOKENS
+        told = f"; {len(ran) / TOKENS:.1f} kernels, {busy:.0f} us of them" if ran else ""
         print(f"{size} {side.name:<13} {graph.primitives} primitives, {graph.launching} launching{told}", flush=True)
-        for name, times in Counter(kernels.get(side, ())).most_common(12):
-            print(f"      {times / TOKENS:7.1f}  {name[:110]}")
+        table: dict[str, list[float]] = {}
+        for one in ran:
+            table.setdefault(one.name, []).append(one.took)
+        for name, took in sorted(table.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
+            middle, longest = statistics.median(took), max(took)
+            told = f"{sum(took) / TOKENS:8.1f} us {len(took) / TOKENS:6.1f} times"
+            print(f"      {told}, median {middle:.1f}, longest {longest:.1f}  {name[:90]}")
     return int(bool(profile) and not kernels)
 
 
@@ -74,20 +90,20 @@ def decode(side: Side, token: mx.array, caches: list[Any], tokens: int) -> tuple
     return token, caches
 
 
-def profiled(profile: Any, warm: dict[Side, tuple[mx.array, list[Any]]]) -> dict[Side, list[str]]:
-    """The names of each side's kernels, the greedy choice of the token among them."""
+def profiled(profile: Any, warm: dict[Side, tuple[mx.array, list[Any]]]) -> dict[Side, list[Ran]]:
+    """Name and microseconds of each side's kernels, the greedy choice of the token among them."""
     with profile() as record:
         for side, (token, caches) in warm.items():
             decode(side, token, caches, TOKENS)
             time.sleep(PAUSE)
     events = [one for one in record.events() if str(one.device_type).endswith("CUDA")]
     events = [one for one in events if not re.search("memcpy|memset", one.name, re.IGNORECASE)]
-    groups: list[list[str]] = []
+    groups: list[list[Ran]] = []
     end = float("-inf")
     for event in sorted(events, key=lambda one: one.time_range.start):
         if event.time_range.start - end > 1e6 * PAUSE / 2:
             groups.append([])
-        groups[-1].append(event.name)
+        groups[-1].append(Ran(event.name, event.time_range.elapsed_us()))
         end = event.time_range.end
     if len(groups) != len(warm):
         print(f"profiler: {len(groups)} groups of kernels for {len(warm)} sides", flush=True)

@@ -1,0 +1,175 @@
+"""What single parts of `decode` give: products joined with their readers, kernels for more or fewer products; beside
+mlx-lm's, at full size on a GPU. Bits first, then speed. About 50 s a size; exits with 1 if any differ.
+
+    . tests/gpu/path.sh && python3 tests/gpu/joint.py --sizes e4b,12b,26b
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import traceback
+from typing import Any, NamedTuple
+from unittest import mock
+
+import mlx.core as mx
+from in_place import CONTEXT, copied, greedy
+from machine import describe
+
+from straightline.runtime import bound, products, specialize
+from straightline.runtime.arrays import same_bits
+from straightline.runtime.benchmark.measures import count_primitives
+from straightline.runtime.in_place import lease_of
+from straightline.runtime.joint import find_joints
+from straightline.runtime.kernels import PerLayerEnd, ProductHeads
+from straightline.runtime.kernels.states import running
+from straightline.runtime.products import LARGE
+from straightline.runtime.verification.proof import from_random
+
+
+class Way(NamedTuple):
+    """joints: which kinds. large: MiB from which a product has a kernel of ours."""
+
+    joints: tuple[type, ...]
+    large: int = LARGE >> 20
+
+
+BOTH = (ProductHeads, PerLayerEnd)
+WAYS = {
+    "apart": Way(()),
+    "heads": Way((ProductHeads,)),
+    "ends": Way((PerLayerEnd,)),
+    "all": Way(BOTH),
+    "all, large 14": Way(BOTH, 14),
+    "all, large 2": Way(BOTH, 2),
+}
+
+
+def main() -> int:
+    options = parse()
+    for key, value in describe(options.commit).items():
+        print(f"{key:<9} {value}", flush=True)
+    wrong = 0
+    for size in options.sizes.split(","):
+        try:
+            wrong += not race(size, options)
+        except Exception:  # the next size may still tell something
+            traceback.print_exc(file=sys.stdout)
+            wrong += 1
+        gc.collect()
+        mx.clear_cache()
+    return int(wrong > 0)
+
+
+def race(size: str, options: argparse.Namespace) -> bool:
+    """Whether everything was equal."""
+    started = time.perf_counter()
+    proof = from_random(f"gemma4-{size}", options.reduced, None, None, 7)
+    models = {name: specialized(proof.model, name, options) for name in options.ways.split(";")}
+    print(f"{size}: {time.perf_counter() - started:.1f} s to build and specialize", flush=True)
+    for one in running(list(models.values())[-1]):
+        if ", " in one.name or one.state == "plain":
+            print(f"  {one.state:<12} {one.name:<36} {one.reason[:60]:<60} {one.site:.150}")
+    prompt = mx.array(
+        [[(7919 * index) % proof.vocabulary for index in range(20 if options.reduced else CONTEXT[size])]]
+    )
+    filled = proof.oracle.make_cache()
+    mx.eval(proof.oracle(prompt, cache=filled), [cache.state[:2] for cache in filled])
+    callables: dict[str, Any] = {"mlx-lm": proof.oracle, **models}
+    caches = {name: copied(filled, proof.oracle.make_cache) for name in callables}
+    token = equal(size, callables, caches, options.steps)
+    if token is None:
+        return False
+    speed(size, callables, caches, token, options)
+    return True
+
+
+def specialized(model: Any, name: str, options: argparse.Namespace) -> Any:
+    """The model, decoding in this way."""
+    way = WAYS[name]
+
+    def some(*arguments: Any) -> Any:
+        return tuple(joint for joint in find_joints(*arguments) if isinstance(joint.site, way.joints))
+
+    with mock.patch.object(bound, "find_joints", some), mock.patch.object(products, "LARGE", way.large << 20):
+        made = specialize(model, strict=True, kernels=not options.reduced)
+    told = made.dispatch
+    reasons = [told.decode_reason, told.kernels_reason, told.in_place_reason, told.compiled_reason]
+    print(f"  {name}: {', '.join(filter(None, reasons)) or 'decode in place, compiled'}", flush=True)
+    return made
+
+
+def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], steps: int) -> mx.array | None:
+    """The token to go on with; None if a side departs."""
+    token, departs = mx.array([[23]]), dict.fromkeys(callables, "")
+    for step in range(steps):
+        logits = {name: model(token, cache=caches[name]) for name, model in callables.items()}
+        if step == steps - 1:
+            counts = {name: count_primitives([found]) for name, found in logits.items()}
+        mx.eval(list(logits.values()))
+        for name, found in logits.items():
+            if not departs[name] and not same_bits(found, logits["mlx-lm"]):
+                departs[name] = f"departs at step {step}"
+        token = greedy(logits["mlx-lm"])
+    for name, found in departs.items():
+        leased = name != "mlx-lm" and lease_of(caches[name]) is not None
+        print(f"{size}: {name:<16} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
+    return None if any(departs.values()) else token
+
+
+def speed(
+    size: str, callables: dict[str, Any], caches: dict[str, list[Any]], token: mx.array, options: argparse.Namespace
+) -> None:
+    rates: dict[str, list[float]] = {name: [] for name in callables}
+    for _ in range(options.rounds + 1):
+        for name, model in callables.items():
+            held = greedy(model(token, cache=caches[name]))
+            mx.async_eval(held)
+            start = time.perf_counter()
+            for _ in range(options.tokens):
+                following = greedy(model(held, cache=caches[name]))
+                mx.async_eval(following)
+                held.item()
+                held = following
+            rates[name].append(options.tokens / (time.perf_counter() - start))
+    for name, found in rates.items():
+        found, base = found[1:], rates["mlx-lm"][1:]
+        ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
+        build, dispatch, wait = parts(callables[name], caches[name], token)
+        print(
+            f"{size}: {name:<16} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
+            f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
+            f"wait {wait:.2f}",
+            flush=True,
+        )
+
+
+def parts(model: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
+    """Milliseconds to build a token's graph, to hand it to the device, and until that is done. Medians."""
+    found = []
+    for _ in range(15):
+        start = time.perf_counter()
+        logits = model(token, cache=cache)
+        built = time.perf_counter()
+        mx.async_eval(logits)
+        sent = time.perf_counter()
+        mx.synchronize()
+        found.append((built - start, sent - built, time.perf_counter() - sent))
+    return tuple(1e3 * statistics.median(column) for column in zip(*found, strict=True))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--sizes", default="e4b,12b,26b", help="which, in order (default: %(default)s)")
+    parser.add_argument("--ways", default=";".join(WAYS), help="which, by semicolons (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--reduced", action="store_true", help="toy widths without kernels, for a CPU")
+    parser.add_argument("--commit", help="what to call the commit where there is no git")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
