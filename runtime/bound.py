@@ -21,7 +21,7 @@ from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, in_place_sites, leasable, run, sites_over_slots
 from .joint import find_joints, let_wait, reading
-from .kernels import QKVRope, Site, resolve_all, sites_of
+from .kernels import Attention, QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
 from .kv.device import packing
@@ -162,9 +162,14 @@ class Bound:
         products = tuple(filter(pays, every))
         own = {name: site for file in self.files for name, site in sites_of(file).items()}
         joints = find_joints(own, sites_over_slots(own), every, len(self.weights.layers))
-        named = [*((one.slot, one.site) for one in products), *((one.name, one.site) for one in joints)]
+        halves = {f"{name}_scores": site.scores for name, site in own.items() if isinstance(site, Attention)}
+        named = [
+            *halves.items(),
+            *((one.slot, one.site) for one in products),
+            *((one.name, one.site) for one in joints),
+        ]
         self.products = tuple(dict.fromkeys(named))
-        sites = [site for file in self.files for site in sites_of(file).values()]
+        sites = [*(site for file in self.files for site in sites_of(file).values()), *halves.values()]
         wanted = [*sites, *(one.site for one in products), *(one.site for one in joints)]
         calls = resolve_all(wanted, stream_dtype(text), kernels=kernels)[len(sites) :]
         single = with_kernels(self.weights, products, calls[: len(products)])

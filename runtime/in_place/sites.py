@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..joint import in_place_name, reading
-from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolved
+from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, resolved
 from .compiled import CompiledLayers
 from .slot import Slot
 
@@ -47,7 +47,9 @@ def in_place_sites(
         if found.state == "plain":
             return None, f"{name}: {found.reason}"
         call = reading(in_place_name(name), found.call) if name in readers else found.call
-        over[name] = site.over_views() if isinstance(site, Attention) else call
+        if isinstance(site, Attention):
+            call = site.over_views(*resolve_all((site.scores,), dtype, kernels=kernels))
+        over[name] = call
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
     return in_place(over), ""

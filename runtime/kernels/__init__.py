@@ -14,10 +14,12 @@ from .matvec import QuantizedMatvec, QuantizedPerLayerGate
 from .norms import DualResidualNorms, ResidualNorms
 from .resolve import report, resolve, resolve_all, resolved
 from .rope import QKVRope
+from .scores import AttentionScores
 from .site import Call, Site, sites_of
 
 __all__ = [
     "Attention",
+    "AttentionScores",
     "Call",
     "DualResidualNorms",
     "FastAttention",

@@ -17,9 +17,9 @@ import mlx.core as mx
 from ..atomic import write_bytes
 from . import cubins, mlx_source, nvrtc
 from .backends import Backend, header_of
-from .launch import Kernel
 from .memory import MLX
 from .program import FOLDER, Program
+from .site import Kernel
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from .draw import Draw
 from .program import Program, Unsupported
+from .scores import AttentionScores
 from .site import Call, Outputs, Site
 
 LENGTHS = (1, 2, 17, 63, 300, 512, 600, 1024, 1100, 2049, 3000)
@@ -67,12 +68,17 @@ class Attention(Site):
 
         return alone if repeats == 1 else grouped
 
-    def over_views(self) -> Call:
-        """As the written-out form, of q, k and v in the shapes that its products take."""
+    @property
+    def scores(self) -> AttentionScores:
+        """The first half, of q and k in the shapes that the products take."""
+        return AttentionScores(self.heads, self.kv_heads, self.head_dim)
+
+    def over_views(self, scores: Call) -> Call:
+        """As the written-out form, of q, k and v in the shapes that its products take. scores: of `self.scores`."""
         result = (1, 1, self.unit)
 
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            y: mx.array = (mx.softmax(q @ k, axis=-1, precise=True) @ v).reshape(result)
+            y: mx.array = (scores(q, k) @ v).reshape(result)
             return y
 
         return attention

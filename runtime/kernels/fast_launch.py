@@ -6,9 +6,8 @@ from typing import Any
 import mlx.core as mx
 
 from .fast import CLUSTER, MOST_PARTS, FastAttention
-from .launch import Kernel
 from .program import Program
-from .site import Call
+from .site import Call, Kernel
 
 FLOATS = (mx.float32, mx.float32)
 LEAST_PARTS = 16

@@ -14,11 +14,10 @@ from .fast import FastAttention
 from .fast_check import BOUND, errors
 from .fast_launch import by_length, clustered, parted
 from .judge import judge
-from .launch import Kernel
 from .memory import Finding, key
 from .program import Program, Unsupported
 from .resolve import DTYPE
-from .site import Call, Site
+from .site import Call, Kernel, Site
 
 # Rows up to which one launch is used. Measured on an H200; see docs/fast-tier.md.
 ONE_LAUNCH = 2048

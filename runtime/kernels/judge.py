@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 
 from .ahead import Ahead
 from .backends import Backend
-from .launch import Kernel
 from .memory import MLX, Finding, checking, recall, remember, settled
 from .program import Program
-from .site import Call, Site
+from .site import Call, Kernel, Site
 
 # (kernels for a first call, the same for every other, what is known) -> the call, and what was found. May raise.
 Check = Callable[[list[Kernel], list[Kernel], Finding | None], tuple[Call, Finding]]

@@ -11,11 +11,11 @@ import mlx.core as mx
 from ..arrays import dtype_name
 from .backends import Backend, detect
 from .judge import first_lines, judge, out_of_memory
-from .launch import Kernel, launcher
+from .launch import launcher
 from .memory import Finding, key
 from .program import Program, Unsupported
 from .selfcheck import SEVERAL_ROWS, compare
-from .site import Call, Site
+from .site import Call, Kernel, Site
 
 DTYPE = mx.bfloat16  # the one dtype that kernels are written for
 PATIENCE = 0.5  # seconds before progress is shown: what is remembered takes less

@@ -11,6 +11,7 @@ from .program import Program
 
 Outputs = mx.array | tuple[mx.array, ...]
 Call = Callable[..., Any]
+Kernel = Callable[..., list[mx.array]]
 
 
 class Site(ABC):
@@ -46,6 +47,10 @@ class Site(ABC):
 
     def form(self, backend: str) -> Call | None:
         """MLX operations that may stand for `plain` on this backend where they are exact; None: only a kernel may."""
+        return None
+
+    def launched(self, program: Program, kernel: Kernel, dtype: mx.Dtype) -> Call | None:
+        """The call, of a site whose outputs are not of one shape; None: they are those of `shapes`."""
         return None
 
     def wrap(self, call: Call) -> Call:

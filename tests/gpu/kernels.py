@@ -26,6 +26,7 @@ import mlx.core as mx
 from oracle import oracle
 
 from straightline.runtime.kernels import (
+    AttentionScores,
     DualResidualNorms,
     GatedExperts,
     Geglu,
@@ -273,6 +274,9 @@ def ropes(text: dict[str, Any]) -> Iterator[QKVRope]:
     theta = text["rope_parameters"]["sliding_attention"]["rope_theta"]
     yield QKVRope(heads, kv, dim, eps, theta)
     yield QKVRope(heads, full_kv or kv, full_dim, eps, None, same)
+    for shape in ((heads, kv, dim), (heads, full_kv or kv, full_dim)):
+        if shape[1] > 1:
+            yield AttentionScores(*shape)
     if text["num_kv_shared_layers"]:
         yield QKVRope(heads, 0, dim, eps, theta)
         yield QKVRope(heads, 0, full_dim, eps)

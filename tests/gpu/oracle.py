@@ -10,6 +10,7 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from straightline.runtime.kernels import (
+    AttentionScores,
     DualResidualNorms,
     GatedExperts,
     Geglu,
@@ -45,6 +46,8 @@ def oracle(site: Site, inputs: tuple[Any, ...]) -> tuple[mx.array, ...]:
             return layer_end_with_experts(site, *inputs)
         case QKVRope():
             return attention(site, *inputs)
+        case AttentionScores():
+            return probabilities(site, *inputs)
         case QKVRopeInto():
             return attention_in_place(site, *inputs)
         case Geglu():
@@ -240,6 +243,16 @@ def attention(site: Any, qkv: mx.array, q_norm: mx.array, *rest: Any) -> tuple[m
             layer.v_proj = gives(mx.contiguous(qkv[..., q_size + kv_size :]))
         layer(qkv, cache=SimpleNamespace(offset=rest[1], update_and_fetch=update_and_fetch))
     return seen["q"], seen["k"], seen["v"]
+
+
+def probabilities(site: Any, q: mx.array, k: mx.array) -> tuple[mx.array, ...]:
+    """mlx-lm's attention over values that are the columns of an identity."""
+    rows = k.shape[-1]
+    values = mx.broadcast_to(mx.eye(rows, dtype=q.dtype), (1, site.kv_heads, rows, rows))
+    q = q.reshape(1, site.heads, 1, site.head_dim)
+    k = k[:, :, 0].swapaxes(-1, -2)
+    y = gemma4_text.scaled_dot_product_attention(q, k, values, cache=None, scale=1.0, mask=None)
+    return (y.reshape(1, site.kv_heads, site.repeats, 1, rows),)
 
 
 def attention_in_place(site: Any, *inputs: Any) -> tuple[mx.array, ...]:
