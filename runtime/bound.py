@@ -15,6 +15,7 @@ from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
 from .caches import CacheGuard
 from .decode_check import batch_of_one_refused, decode_refused, in_place_refused, on_gpu
+from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
@@ -25,6 +26,7 @@ from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
 from .kv.device import packing
 from .kv.make import caches_for
+from .kv.ours import make_ours
 from .products import find_products, pays, with_kernels
 from .registry import find_generated
 from .tier import States, fast_refused, fast_route
@@ -304,7 +306,8 @@ class Bound:
     def route(self, cache: Any) -> tuple[Route | None, str]:
         """The first file that takes these caches, or the reason of the one that comes closest.
 
-        Caches whose rows are elsewhere fit none, until they have them back, here.
+        Caches whose rows are elsewhere fit none, until they have them back, nor do mlx-lm's own, until they are ours:
+        both here, so that a list is looked through once.
         """
         reasons = []
         for route in self.routes:
@@ -312,7 +315,7 @@ class Bound:
             if not reason:
                 return route, ""
             reasons.append(reason)
-        if give_all_back(cache):
+        if give_all_back(cache) or make_ours(cache):
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
@@ -372,6 +375,15 @@ def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[M
             f"no generated file has the fingerprint {spec.architecture}; make one with specialize(model, generate=True)"
         )
     return (kept,)
+
+
+def unserved(spec: Spec) -> str:
+    """Why no file would serve a model of this architecture, without the model; "" if one would."""
+    try:
+        choose_files(spec, None, False)
+    except StraightlineError as error:
+        return str(error)
+    return changed_upstream()
 
 
 def stream_dtype(text: nn.Module) -> mx.Dtype:

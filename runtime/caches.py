@@ -9,6 +9,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from .kv.device import packing
 from .kv.layouts import LAYOUTS, mixed_layouts
+from .kv.ours import OURS
 from .kv.sharing import owned
 
 # What a message names as expected: the usual cache of each kind in a generated file's CACHES.
@@ -69,7 +70,7 @@ class CacheGuard:
         return self._form is cache_form
 
     def refuse(self, caches: object) -> str:
-        """Why the generated file cannot take these caches; empty if it can."""
+        """Why the generated file cannot take these caches; "" if it can. It takes mlx-lm's own once they are ours."""
         if caches is None and not self.quantized:
             return ""
         if type(caches) is not list:
@@ -87,7 +88,8 @@ class CacheGuard:
             return f"cache has {len(caches)} entries, file expects {len(self.expected)}"
         for index, (cache, (kind, _, *stored)) in enumerate(zip(own, self.expected, strict=True)):
             _, bits, group_size = cache_form(cache)
-            if LAYOUTS.get(type(cache), ("",))[0] != kind or (bits is None) != (not stored):
+            fits = LAYOUTS.get(type(cache), ("",))[0] == kind and type(cache) not in OURS
+            if not fits or (bits is None) != (not stored):
                 return f"cache {index} is {type(cache).__name__}, file expects {(QUANTIZED if stored else PLAIN)[kind]}"
             if stored and stored != [bits, group_size]:
                 return (

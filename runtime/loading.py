@@ -24,6 +24,7 @@ from .model import specialize
 from .tier import check_tier
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+ADAPTERS = ("adapter_config.json", "adapters.safetensors")
 
 
 def load(
@@ -57,8 +58,7 @@ def load(
     check_tier(tier)
     check_choice(kv_config, kv_bits, kv_group_size, keep_last_full)
     folder = find_folder(path_or_hf_repo, revision)
-    _expect_tokenizer(folder)
-    storage = chosen_storage(folder, kv_config, kv_bits, kv_group_size, keep_last_full)
+    storage = _before_weights(folder, adapter_path, kv_config, kv_bits, kv_group_size, keep_last_full)
     model, config = load_model(folder, lazy=lazy, model_config=model_config)
     if adapter_path is not None:
         load_adapters(model, adapter_path, lazy)
@@ -68,6 +68,23 @@ def load(
     tokenizer_config = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
     tokenizer = _load_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
     return (specialized, tokenizer, config) if return_config else (specialized, tokenizer)
+
+
+def expect_loadable(folder: Path, adapter_path: str | None = None, kv_config: Any = None) -> None:
+    """Raises StraightlineError for what `load` would refuse, as far as one can tell without evaluating a weight."""
+    _before_weights(folder, adapter_path, kv_config, None, 64, False)
+    load_model(folder, lazy=True)
+
+
+def _before_weights(folder: Path, adapter_path: str | None, *kv: Any) -> Spec | None:
+    """What is wrong beside the weights, which may take minutes to read; and how K/V are to be stored."""
+    _expect_tokenizer(folder)
+    for name in ADAPTERS if adapter_path is not None else ():
+        if not (Path(str(adapter_path)) / name).is_file():
+            raise StraightlineError(
+                f"{adapter_path}: has no {name}; expected a folder of adapters as mlx_lm.lora saves them"
+            )
+    return chosen_storage(folder, *kv)
 
 
 def find_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
@@ -86,7 +103,7 @@ def find_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pat
 
 
 def _expect_tokenizer(folder: Path) -> None:
-    """Before the weights are read, which may take minutes. Where those are absent, that is what will be said."""
+    """Where the weights are absent, that is what will be said."""
     if any(folder.glob(SHARDS)) and not any((folder / name).exists() for name in TOKENIZERS):
         raise StraightlineError(f"{folder}: has no tokenizer; expected {TOKENIZERS[0]} beside config.json")
     try:

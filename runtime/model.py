@@ -23,6 +23,7 @@ from .kv.batch_of_one import due, sequence_of
 from .kv.borrowed import give_all_back
 from .kv.layouts import refuse_mixed
 from .kv.make import caches_of
+from .kv.ours import make_ours
 from .kv.sharing import with_stand_ins
 from .monolith import call_text_model
 from .registry import load_generated
@@ -125,6 +126,7 @@ class Specialized(Watched):
         """The same weights through mlx-lm's own code, tapped the same way."""
         text = text_model(self)
         give_all_back(cache)
+        make_ours(cache)
         refuse_mixed(cache)
         cache = with_stand_ins(cache, text["model"].previous_kvs)
         if tap is None:

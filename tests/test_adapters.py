@@ -214,8 +214,8 @@ def test_adapter_that_does_not_fit(tmp_path: Path) -> None:
         "not an adapter parameter in the model"
     )
     assert refused(tmp_path, tmp_path / "none") == (
-        f"{tmp_path}/none: the adapter does not fit: The adapter path does not exist: {tmp_path}/none"
-    ).replace(f"{tmp_path}/none", "ADAPTER")
+        "ADAPTER: has no adapter_config.json; expected a folder of adapters as mlx_lm.lora saves them"
+    )
     (tmp_path / "empty").mkdir()
     assert "adapter_config.json" in refused(tmp_path, tmp_path / "empty")
 

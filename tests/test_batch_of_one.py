@@ -288,10 +288,10 @@ def test_interrupted_while_rows_are_lent(monkeypatch: pytest.MonkeyPatch) -> Non
     """The token is in; no cache has lost its rows."""
     batch, calls = Batch(four_bit(toys.D6)), iter(range(2))
 
-    def interrupting(cache: Any, front: Any) -> None:
+    def interrupting(*arguments: Any) -> None:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        borrow(cache, front)
+        borrow(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("straightline.runtime.kv.batch_of_one.borrow", interrupting)

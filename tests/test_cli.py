@@ -171,7 +171,7 @@ def test_explain_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         quantization={"group_size": 64, "bits": 4},
         dtype=mx.bfloat16,
     )
-    assert main(["explain", str(tmp_path)]) == 0
+    assert main(["explain", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path.name} (gemma4)"
     assert "    num_hidden_layers is 6, gemma4-e4b has 42" in lines
@@ -185,11 +185,11 @@ def test_explain_a_folder_with_an_odd_name(tmp_path: Path, capsys: pytest.Captur
     """No escape sequence reaches the terminal, and the command can be pasted."""
     folder = tmp_path / "my gemma"
     checkpoints.publish(folder, toys.D6)
-    assert main(["explain", str(folder)]) == 0
+    assert main(["explain", str(folder)]) == 1
     out = capsys.readouterr().out
     assert f"./regen.sh --from '{folder}' --name my-gemma" in out or "pip install" in out
     odd = folder.rename(tmp_path / "my \x1b[31m gemma")
-    assert main(["explain", str(odd)]) == 0
+    assert main(["explain", str(odd)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("'my \\x1b[31m gemma' (gemma4)\n") and "\x1b" not in out
 
@@ -205,7 +205,7 @@ def test_explain_sees_a_shard_that_is_cut(tmp_path: Path, capsys: pytest.Capture
 def test_explain_names_the_shard_that_is_absent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints.publish(tmp_path, toys.D6, shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    assert main(["explain", str(tmp_path), "--json"]) == 0
+    assert main(["explain", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["served"] and found["checkpoint_fault"] == (
         "model-00002-of-00003.safetensors is absent; expected every file that model.safetensors.index.json names"
@@ -217,7 +217,7 @@ def test_explain_says_what_is_wrong_with_the_tensors(tmp_path: Path, capsys: pyt
         return {name: value for name, value in weights.items() if name != "model.norm.weight"}
 
     checkpoints.publish(tmp_path, toys.D6, change=drop)
-    assert main(["explain", str(tmp_path), "--json"]) == 0
+    assert main(["explain", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["served"]
     assert found["checkpoint_fault"].startswith("checkpoint: norm.weight is absent; expected exactly the text model")

@@ -86,9 +86,9 @@ def in_place_calls(route: Any, file: Any) -> InPlace:
     return InPlace(over.moving, over.moving)
 
 
-def leasing(shape: str, **how: Any) -> Pair:
+def leasing(shape: str, window: int = 8, **how: Any) -> Pair:
     """A pair whose specialized side writes in place."""
-    pair = four_bit(toys.SHAPES[shape], **how)
+    pair = four_bit(toys.SHAPES[shape] | {"sliding_window": window}, **how)
     bound = pair.model._bound
     bound.routes = tuple(
         route._replace(in_place=in_place_calls(route, file))

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,13 @@ from mlx_lm.models import cache as mlx_lm_cache
 from pairs import pair
 
 from straightline.runtime import HiddenTap, StraightlineError, make_cache, specialize
-from straightline.runtime.kv import QuantizedGrowingCache, QuantizedRingCache, RotatingKVCache, SlidingRollbackCache
+from straightline.runtime.kv import (
+    KVCache,
+    QuantizedGrowingCache,
+    QuantizedRingCache,
+    RotatingKVCache,
+    SlidingRollbackCache,
+)
 from straightline.runtime.kv.device import packing
 
 MODELS = {"D6": toys.D6, "E6": toys.E6, "M6": toys.M6}
@@ -220,6 +227,71 @@ def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
     assert found == _converted_midway(plain(name), toys.tokens(1, 11), start, 24)
     with pytest.raises(NotImplementedError):  # what plain mlx-lm does; if it learns to, ours is not needed any more
         mlx_lm_cache.RotatingKVCache(8).to_quantized()
+
+
+@pytest.mark.parametrize("name", ["D6", "E6"])
+@pytest.mark.parametrize("file", [True, False], ids=["generated", "monolith"])
+@pytest.mark.parametrize("filled, start", [(6, 0), (11, 0), (11, 16)])
+def test_caches_loaded_by_mlx_lm_with_kv_bits(name: str, file: bool, filled: int, start: int, tmp_path: Path) -> None:
+    """mlx-lm's `load_prompt_cache` gives mlx-lm's rings. From the first call on they do what the model's own do."""
+    model = served(name) if file else specialize(toys.build(MODELS[name], seed=SEEDS[name]))
+    before = dict(model.dispatch.counts)
+    own, loaded = model.make_cache(), _kept(model, filled, tmp_path)
+    mx.eval(model(toys.tokens(1, filled), cache=own))
+    assert {type(one) for one in loaded} == {mlx_lm_cache.RotatingKVCache, mlx_lm_cache.KVCache}
+    held = list(loaded)
+    found, expected = (
+        list(
+            generate_step(
+                toys.tokens(1, 3, seed=2)[0],
+                model,
+                max_tokens=12,
+                prompt_cache=caches,
+                kv_bits=8,
+                quantized_kv_start=start,
+                stream=mx.default_stream(mx.cpu),
+            )
+        )
+        for caches in (loaded, own)
+    )
+    assert_same(found, expected, "tokens and log-probabilities")
+    assert_same([one.state for one in loaded], [one.state for one in own], "state")
+    assert [type(one) for one in loaded] == [type(one) for one in own]
+    assert all(packing(one) == (8, 64) for one in loaded)
+    assert {type(one) for one in held} == {RotatingKVCache, KVCache}  # the caller's own, too, are those that were run
+    after = model.dispatch.counts
+    assert after["generated"] > before["generated"] if file else not after["generated"]
+
+
+@pytest.mark.parametrize("filled", [5, 11])
+def test_caches_loaded_by_mlx_lm_trimmed_saved_and_merged(filled: int, tmp_path: Path) -> None:
+    model = served("D6")
+    lists = model.make_cache(), _kept(model, filled, tmp_path)
+    mx.eval(model(toys.tokens(1, filled), cache=lists[0]))
+    states: list[Any] = []
+    for caches in lists:
+        seen = [model(toys.tokens(1, 1), cache=caches), mlx_lm_cache.trim_prompt_cache(caches, 2)]
+        seen.append(model(toys.tokens(1, 4), cache=caches))
+        mlx_lm_cache.save_prompt_cache(str(tmp_path / "again.safetensors"), caches)
+        again = mlx_lm_cache.load_prompt_cache(str(tmp_path / "again.safetensors"))
+        batch = [one.merge([one, copy.copy(one)]) for one in caches]
+        seen += [model(toys.tokens(1, 1, seed=3), cache=again), model(toys.tokens(2, 1, seed=3), cache=batch)]
+        states.append([*seen, *([one.state for one in some] for some in (caches, again, batch))])
+    assert_same(_lists(states[1]), _lists(states[0]), "results and states")
+    assert states[0][1] == (2 if filled == 5 else 0)
+
+
+def _kept(model: Any, filled: int, folder: Path) -> list[Any]:
+    """A prompt of so many tokens as a file of mlx-lm's holds it."""
+    caches = model.make_cache()
+    mx.eval(model(toys.tokens(1, filled), cache=caches))
+    mlx_lm_cache.save_prompt_cache(str(folder / "prompt.safetensors"), caches)
+    loaded: list[Any] = mlx_lm_cache.load_prompt_cache(str(folder / "prompt.safetensors"))
+    return loaded
+
+
+def _lists(value: Any) -> Any:
+    return list(map(_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _converted_midway(model: Any, ids: mx.array, start: int, count: int) -> list[int]:

@@ -175,6 +175,6 @@ def test_bad_steps(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mlx_lm_is_left_as_it_was(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program: Any = importlib.import_module("mlx_lm.generate")
     before = program.stream_generate, program.load
-    assert main(["generate", "--model", str(folders / "dense"), *PROMPT, "--max-tokens", "0"]) == 1
-    assert "error: max_tokens is 0; expected 1 or more, or -1 for no limit" in capsys.readouterr().err
+    assert main(["generate", "--model", str(folders / "dense"), *PROMPT, "--image", "absent.png"]) == 1
+    assert f"error: mlx_lm.generate: The model {folders}/dense does not take images." in capsys.readouterr().err
     assert (program.stream_generate, program.load) == before

@@ -114,8 +114,10 @@ def test_a_release_in_the_range_that_computes_otherwise(other_lock: Path, capsys
         r"then \./regen\.sh --accept-upstream",
         model.dispatch.reason,
     )
-    assert main(["explain", "gemma4-26b", "--json"]) == 0
-    (call,) = json.loads(capsys.readouterr().out)["calls"]
+    assert main(["explain", "gemma4-26b", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (call,) = found["calls"]
+    assert not found["served"]
     assert (call["path"], call["reason"]) == ("monolith", model.dispatch.reason)
 
 

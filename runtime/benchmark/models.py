@@ -11,6 +11,7 @@ import mlx.core as mx
 from ...codegen.config import read_arguments, read_json
 from ...codegen.kv import read_kv_config, uniform_kv_config
 from ...codegen.spec import Spec
+from ..commands.ahead import expect_file, expect_taps
 from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..decode_check import on_gpu
 from ..errors import StraightlineError
@@ -27,12 +28,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wish:
-    """What the models are to be. kv_config: a file, "auto" or None; tier: as `specialize` takes it."""
+    """What the models are to be. kv_config: a file, "auto" or None; tier: as `specialize` takes it.
+
+    taps: what hidden states will be asked for.
+    """
 
     kv_config: str | None
     kv_bits: int | None
     kernels: bool | None
     tier: str
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ def from_checkpoint(where: str, wish: Wish) -> Pair:
     """Its own weights, held once."""
     folder = find_folder(where)
     subject = read_folder(folder, name_of(where, folder))
+    expect_file(subject, "time")
+    expect_taps(subject.spec, wish.taps)
     kv_config = _kv_config(subject, wish)
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
@@ -70,6 +77,7 @@ def from_random(name: str, reduce: bool | None, bits: str, wish: Wish) -> Pair:
     reduce = not on_gpu() if reduce is None else reduce
     dtype = mx.float32 if reduce and not on_gpu() else mx.bfloat16  # bfloat16 takes 4 times as long there
     config = reduced(subject.config) if reduce else subject.config
+    expect_taps(subject.spec, wish.taps)
     kv_config = _kv_config(subject, wish)
     file = render_reduced(config, kv_config) if reduce else None
     model, oracle = build(config, dtype, bits=bits)

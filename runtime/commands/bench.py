@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .ahead import expect_place
 from .progress import progress
 from .show import indices
 from .sites import site_table
@@ -55,6 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
+    if options.svg is not None:
+        expect_place(options.svg)
     from ..benchmark import report
     from ..benchmark.measures import bandwidth
     from ..benchmark.race import Bench, Plan
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 def _pair(options: argparse.Namespace) -> Any:
     from ..benchmark.models import Wish, from_checkpoint, from_random
 
-    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier)
+    wish = Wish(options.kv_config, options.kv_bits, options.kernels, options.tier, options.taps)
     if options.checkpoint:
         return from_checkpoint(options.checkpoint, wish)
     return from_random(options.random, options.reduced, options.bits or "4", wish)

@@ -1,6 +1,7 @@
 """Say which generated file serves a checkpoint, or which facts keep it from being served, and what each call would run.
 
-Reads config.json, kv_config.json and the headers of safetensors files; loads no weights.
+Reads config.json, kv_config.json and the headers of safetensors files; loads no weights. Exit code 1 if no file serves
+the checkpoint.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         options.usage_error("name one CHECKPOINT, or --random NAME")
     found = explanation(read_subject(options.random if options.checkpoint is None else options.checkpoint))
     print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
-    return 0
+    return 0 if found["served"] else 1
 
 
 def explanation(subject: Subject) -> dict[str, Any]:
@@ -51,7 +52,6 @@ def explanation(subject: Subject) -> dict[str, Any]:
         "model_type": subject.config["model_type"],
         "fingerprint": spec.architecture,
         "fingerprint_with_kv_config": spec.fingerprint if spec.kv else None,
-        "served": bool(files) and not fault,
         "files": [asdict(one) | {"path": str(one.path)} for one in files],
         "checkpoint_fault": fault,
         "checkpoint_notes": notes,
@@ -62,6 +62,7 @@ def explanation(subject: Subject) -> dict[str, Any]:
         name, different = nearest(spec)
         found |= {"nearest": name, "differences": list(different), "command": _command(subject)}
     found["calls"] = [asdict(one) for one in calls(spec, subject.kv_config, files)]
+    found["served"] = not fault and any(call["path"] == "generated" for call in found["calls"])
     found["fused_sites"] = _fused(files, headers)
     return found
 

@@ -5,6 +5,7 @@ tokens are handed to the device in a second thread, where they can be.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,12 +26,30 @@ def run(arguments: list[str]) -> int:
         raise StraightlineError(f"--steps is {mine.steps}; expected a whole number from 1")
     options = {name: value for name, value in vars(mine).items() if value}
     wishes, rest = split(others, "straightline generate", [own])
+    _expect_flags(rest)
     with (
         specialized("mlx_lm.generate", wishes, rest) as program,
         replaced(program, _ours(program, options, wishes)),
     ):
         program.main()
     return 0
+
+
+def _expect_flags(arguments: list[str]) -> None:
+    """What mlx-lm's program looks at once the model is loaded."""
+    peek = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    peek.add_argument("--max-tokens", type=int, default=1)
+    peek.add_argument("--chat-template-config", default="{}")
+    try:
+        theirs, _ = peek.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return  # mlx-lm's own parser says so
+    if theirs.max_tokens == 0 or theirs.max_tokens < -1:
+        raise StraightlineError(f"--max-tokens is {theirs.max_tokens}; expected 1 or more, or -1 for no limit")
+    try:
+        json.loads(theirs.chat_template_config)
+    except ValueError as error:
+        raise StraightlineError(f"--chat-template-config is not JSON ({error}); expected an object") from None
 
 
 def _ours(program: Any, options: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
@@ -42,7 +61,7 @@ def _ours(program: Any, options: dict[str, Any], wishes: Wishes) -> dict[str, An
 
 
 class _Reader:
-    """Called as mlx-lm's `load_prompt_cache`. Gives rings that --kv-bits can quantize.
+    """Called as mlx-lm's `load_prompt_cache`.
 
     Refuses what the caches of a file cannot do: mlx-lm goes on with wrong rows, or as if nothing had been asked for.
     """
@@ -52,17 +71,13 @@ class _Reader:
         self.wishes = wishes
 
     def __call__(self, file_name: str, return_metadata: bool = False) -> Any:
-        from ..kv import quantizable
-
         for flag, wish in (("--draft-model", self.wishes.draft), ("--kv-config", self.wishes.kv_config)):
             if wish is not None:
                 raise StraightlineError(
                     f"{flag} and --prompt-cache-file are both given, but the caches of a file are stored as they are; "
                     "expected one of them only"
                 )
-        caches, metadata = self.plain(file_name, return_metadata=True)
-        caches = quantizable(caches)
-        return (caches, metadata) if return_metadata else caches
+        return self.plain(file_name, return_metadata=return_metadata)
 
 
 class _Looped:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...codegen.kv import BITS, GROUP_SIZES, read_kv_config, uniform_kv_config
+from ...codegen.kv import BITS, GROUP_SIZES
 from ...codegen.spec import Attention, Spec
 from ..atomic import write_text
 from ..errors import StraightlineError
+from .ahead import expect_kv_bits, expect_place, expect_prompts, stated
 from .calibration import sequences
 from .heatmap import heatmap
 from .hold import held
 from .identity import weights_digest
 from .knapsack import Item, choose, mean_bits
-from .measurements import Measurements
+from .measurements import Measurements, measurements_path, read_measurements
 from .progress import progress
 from .prompts import require_prompts
 from .show import indices
@@ -61,15 +62,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> None:
     about = _load(options)
     spec, model = about.spec, about.model
-    for bits in options.candidates:  # a group that divides no head is refused before anything is measured
-        read_kv_config(uniform_kv_config(spec, bits, options.group_size), spec, "--group-size")
-    key = {
-        "fingerprint": spec.architecture,
-        "weights": about.weights,
-        "chunk": options.chunk,
-        "group_size": options.group_size,
-    }
-    measured = Measurements(options.out.with_name(options.out.name + ".measurements.jsonl"), key)
+    key = {"fingerprint": spec.architecture, **_settings(options, about.weights)}
+    measured = Measurements(measurements_path(options.out), key)
     wishes = [(layer, bits) for layer in spec.owners for bits in options.candidates]
     total = len(about.sequences) * (len(wishes) + 1)
     with progress(total, "measurement", quiet=options.json) as bar:
@@ -109,8 +103,7 @@ def _check(options: argparse.Namespace) -> None:
     if len(set(files)) < len(files):
         options.usage_error("--data, --out and --svg must be different files")
     for path in files[1:]:
-        if path.is_dir():
-            raise StraightlineError(f"{path}: is a folder; expected a file to write")
+        expect_place(path)
 
 
 def _load(options: argparse.Namespace) -> About:
@@ -126,11 +119,28 @@ def _load(options: argparse.Namespace) -> About:
 
         folder = find_folder(options.checkpoint)
         name, weights = name_of(options.checkpoint, folder), weights_digest(folder)
+        if measurements_path(options.out).exists():
+            read_measurements(measurements_path(options.out), _settings(options, weights))
+        spec = stated(folder)
+        if spec is not None:
+            _expect_groups(spec, options)
+            expect_prompts(options.data, spec, options.sequences)
         model, tokenizer = load(folder)
         encode = tokenizer.encode
     spec = read_arguments(text_model(model).args)
+    _expect_groups(spec, options)
     found = sequences(options.data, encode, spec.vocab_size, options.length, options.sequences)
     return About(name, model, spec, weights, found)
+
+
+def _settings(options: argparse.Namespace, weights: str) -> dict[str, Any]:
+    """What measurements are of, but for the architecture."""
+    return {"weights": weights, "chunk": options.chunk, "group_size": options.group_size}
+
+
+def _expect_groups(spec: Spec, options: argparse.Namespace) -> None:
+    for bits in options.candidates:
+        expect_kv_bits(spec, bits, options.group_size, "--group-size")
 
 
 def _random(name: str) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from ...codegen.config import FLAT, NESTED, read_file, read_json
 from ...codegen.errors import SpecError, show
 from ..dispatch import Dispatch
 from ..errors import StraightlineError
+from .ahead import expect_kv_bits, stated
 
 # Tokens that caches of speculation take back beyond a rejected draft: those that mlx-lm's loop leaves at its end.
 BEYOND = 2
@@ -25,9 +26,10 @@ class Wishes:
     kv_config: str | None
     kernels: bool | None
     tier: str
-    model: str | None
     draft: str | None
     draft_tokens: int
+    kv_bits: int | None
+    kv_group_size: int
 
 
 def split(arguments: list[str], prog: str, shown: Sequence[argparse.ArgumentParser] = ()) -> tuple[Wishes, list[str]]:
@@ -60,15 +62,27 @@ def split(arguments: list[str], prog: str, shown: Sequence[argparse.ArgumentPars
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(own.format_help())  # mlx-lm's program prints its own and ends
     peek = argparse.ArgumentParser(prog=prog, add_help=False)
-    peek.add_argument("--model")
     peek.add_argument("--draft-model")
     peek.add_argument("--num-draft-tokens", type=int, default=3)
+    peek.add_argument("--kv-bits", type=int)
+    peek.add_argument("--kv-group-size", type=int, default=64)
+    peek.add_argument("--prefill-step-size", type=int, default=1)
     mine, rest = own.parse_known_args(arguments)
     theirs, _ = peek.parse_known_args(rest)
-    return (
-        Wishes(mine.kv_config, mine.kernels, mine.tier, theirs.model, theirs.draft_model, theirs.num_draft_tokens),
-        rest,
+    if theirs.prefill_step_size < 1:  # mlx-lm would go round in a circle
+        raise StraightlineError(f"--prefill-step-size is {theirs.prefill_step_size}; expected a whole number from 1")
+    if theirs.num_draft_tokens < 0:
+        raise StraightlineError(f"--num-draft-tokens is {theirs.num_draft_tokens}; expected a whole number from 0")
+    wishes = Wishes(
+        kv_config=mine.kv_config,
+        kernels=mine.kernels,
+        tier=mine.tier,
+        draft=theirs.draft_model,
+        draft_tokens=theirs.num_draft_tokens,
+        kv_bits=theirs.kv_bits,
+        kv_group_size=theirs.kv_group_size,
     )
+    return wishes, rest
 
 
 @dataclass
@@ -96,6 +110,8 @@ class Loader:
             print(f"straightline: {path_or_hf_repo}: {about}", file=sys.stderr)
             return loaded
         is_draft = path_or_hf_repo == self.draft and not named  # mlx-lm names arguments for the target only
+        if not is_draft:
+            self._expect_wishes(folder)
         kv_config = None if is_draft else _read(self.wishes)
         kernels, tier = self.wishes.kernels, self.wishes.tier
         loaded = load(path_or_hf_repo, *arguments, **named, kernels=kernels, tier=tier, kv_config=kv_config)
@@ -108,6 +124,35 @@ class Loader:
             model.store_kv(spec, max(DEPTH, self.wishes.draft_tokens + BEYOND))
         self.served.append((path_or_hf_repo, model.dispatch))
         return loaded
+
+    def expect(self, model: str, adapter_path: str | None) -> None:
+        """Fails with what a call for a target would fail with, as far as one can tell without evaluating a weight."""
+        from mlx_lm.utils import load_model
+
+        from ..loading import expect_loadable, find_folder
+
+        folder = find_folder(model)
+        if _model_type(folder) not in NESTED + FLAT:
+            load_model(folder, lazy=True)
+            return
+        self._expect_wishes(folder)
+        expect_loadable(folder, adapter_path, _read(self.wishes))
+
+    def _expect_wishes(self, folder: Path) -> None:
+        """What mlx-lm looks at only once the target is loaded: the draft model, and bits of K/V."""
+        from ..kv.chosen import check_kv_bits
+        from ..loading import expect_loadable, find_folder
+
+        bits, group_size = self.wishes.kv_bits, self.wishes.kv_group_size
+        if bits is not None:
+            check_kv_bits(bits, group_size)
+            spec = stated(folder)
+            if spec is not None:
+                expect_kv_bits(spec, bits, group_size, "--kv-bits")
+        if self.draft is not None:
+            draft = find_folder(self.draft)
+            if _model_type(draft) in NESTED + FLAT:
+                expect_loadable(draft)
 
     def report(self) -> list[str]:
         """Which path served the calls of each model, and why."""
@@ -131,7 +176,10 @@ def _read(wishes: Wishes) -> Any:
     """A parsed kv_config.json, "auto" or None, as `load` takes it."""
     if wishes.kv_config in (None, "auto"):
         return wishes.kv_config
-    return read_json(Path(str(wishes.kv_config)), "a kv_config.json")
+    try:
+        return read_json(Path(str(wishes.kv_config)), "a kv_config.json")
+    except SpecError as error:
+        raise StraightlineError(str(error)) from None
 
 
 def _report(name: str, dispatch: Dispatch) -> Iterator[str]:

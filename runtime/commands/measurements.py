@@ -23,27 +23,12 @@ class Measurements:
         self.path = path
         self.found: dict[tuple[str, str], float] = {}
         lines = [json.dumps(key)]
-        for entry in self._read(key) if path.exists() else ():
+        for entry in read_measurements(path, key) if path.exists() else ():
             if _whole(entry):
                 self.found[entry["sequence"], entry["what"]] = entry["kl"]
                 lines.append(json.dumps(entry))
         # Half a line, from a run that was killed, goes.
         write_text(path, "\n".join(lines) + "\n")
-
-    def _read(self, key: dict[str, Any]) -> list[Any]:
-        head, *lines = self.path.read_bytes().split(b"\n")
-        before = _parsed(head)
-        if head and not (isinstance(before, dict) and key.keys() <= before.keys()):
-            raise StraightlineError(
-                f"{self.path.name}: does not begin as measurements do; remove the file, or choose another --out"
-            )
-        for name, value in key.items() if head else ():
-            if before[name] != value:
-                raise StraightlineError(
-                    f"{self.path.name}: was measured with {name} {before[name]!r}, not {value!r}; "
-                    "go on with the same, remove the file, or choose another --out"
-                )
-        return [_parsed(line) for line in lines]
 
     def add(self, tokens: Sequence[int], what: str, kl: float) -> None:
         """kl: nats, summed over the tokens. Raises OSError."""
@@ -65,6 +50,27 @@ class Measurements:
     def mean(self, sequences: Sequence[Sequence[int]], what: str) -> float:
         """Nats a token, over these sequences, each of which has been measured."""
         return sum(self.found[_name(tokens), what] for tokens in sequences) / sum(map(len, sequences))
+
+
+def measurements_path(out: Path) -> Path:
+    return out.with_name(out.name + ".measurements.jsonl")
+
+
+def read_measurements(path: Path, key: dict[str, Any]) -> list[Any]:
+    """Lines as JSON has them, or None. Raises StraightlineError if a part of this key is another there."""
+    head, *lines = path.read_bytes().split(b"\n")
+    before = _parsed(head)
+    if head and not (isinstance(before, dict) and key.keys() <= before.keys()):
+        raise StraightlineError(
+            f"{path.name}: does not begin as measurements do; remove the file, or choose another --out"
+        )
+    for name, value in key.items() if head else ():
+        if before[name] != value:
+            raise StraightlineError(
+                f"{path.name}: was measured with {name} {before[name]!r}, not {value!r}; "
+                "go on with the same, remove the file, or choose another --out"
+            )
+    return [_parsed(line) for line in lines]
 
 
 def _name(tokens: Sequence[int]) -> str:

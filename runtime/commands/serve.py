@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,26 @@ def _expect_port(arguments: list[str]) -> None:
         raise StraightlineError(f"serve: --port is {port}; expected 0 to {MOST_PORT}")
 
 
+def _expect_place(host: str, port: int) -> None:
+    """Raises OSError if mlx-lm's server will not be able to listen there."""
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = places[0]  # as mlx-lm takes it
+    with socket.socket(family) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """mlx-lm's loader has many ways to fail."""
+    try:
+        yield
+    except StraightlineError:
+        raise
+    except Exception as error:
+        raise StraightlineError(f"mlx_lm.server: {error}") from error
+
+
 @contextmanager
 def _adapted(program: Any) -> Iterator[None]:
     """mlx_lm.server, its `load` a Loader, made to speculate with any model and to end when it cannot start."""
@@ -54,17 +75,27 @@ def _adapted(program: Any) -> Iterator[None]:
     generators = []
 
     class Provider(program.ModelProvider):  # type: ignore[misc]
+        def __init__(self, cli_args: Any) -> None:
+            """Before anybody listens, and before minutes go into weights."""
+            super().__init__(cli_args)
+            if not self.is_distributed:
+                _expect_place(cli_args.host, cli_args.port)
+            if cli_args.model is not None:
+                loader.draft = cli_args.draft_model
+                with _one_sentence():
+                    loader.expect(cli_args.model, cli_args.adapter_path)
+
         def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
             loader.draft = draft_model_path
             super()._load(model_path, adapter_path, draft_model_path)
 
         def load_default(self) -> None:
             try:
-                super().load_default()
-            except Exception as error:
+                with _one_sentence():
+                    super().load_default()
+            except StraightlineError as error:
                 # In a thread, whose end would leave a server that answers nothing.
-                said = error if isinstance(error, StraightlineError) else f"mlx_lm.server: {error}"
-                print(f"error: {said}", file=sys.stderr, flush=True)
+                print(f"error: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     class Generator(program.ResponseGenerator):  # type: ignore[misc]

@@ -16,26 +16,11 @@ class TapIndex:
 
     def __init__(self, out: Path, settings: dict[str, Any], shards: tuple[Shard, ...]) -> None:
         """Goes on from an index that is there. Raises StraightlineError if its settings are others."""
-        self.path = out.with_name(out.name + ".index.json")
+        self.path = index_path(out)
         self.settings = settings
         self.shards = shards
-        self.done: set[str] = set()
-        if self.path.exists():
-            self.done = self._resumed(out.parent)
-
-    def _resumed(self, folder: Path) -> set[str]:
-        before = read_file(self.path, "an index of straightline taps")
-        if before.get("format") != FORMAT or not isinstance(before.get("settings"), dict):
-            raise StraightlineError(f"{self.path.name}: is no index of this version; expected {FORMAT!r}")
-        for key, value in self.settings.items():
-            found = before["settings"].get(key)
-            if found != value:
-                raise StraightlineError(
-                    f"{self.path.name}: was made with {key} {_shown(found)}, not {_shown(value)}; "
-                    "go on with the same settings, or choose another --out"
-                )
-        listed = {entry["file"] for entry in before["shards"]}
-        return {one.name for one in self.shards if one.name in listed and (folder / one.name).is_file()}
+        listed = {entry["file"] for entry in read_index(out, settings).get("shards", ())}
+        self.done = {one.name for one in shards if one.name in listed and (out.parent / one.name).is_file()}
 
     def add(self, shard: Shard) -> None:
         self.done.add(shard.name)
@@ -52,6 +37,28 @@ class TapIndex:
             "shards": complete,
         }
         write_text(self.path, json.dumps(found, indent=1) + "\n")
+
+
+def index_path(out: Path) -> Path:
+    return out.with_name(out.name + ".index.json")
+
+
+def read_index(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The index that is there; {} if none is. Raises StraightlineError if one of these settings is another there."""
+    path = index_path(out)
+    if not path.exists():
+        return {}
+    before = read_file(path, "an index of straightline taps")
+    if before.get("format") != FORMAT or not isinstance(before.get("settings"), dict):
+        raise StraightlineError(f"{path.name}: is no index of this version; expected {FORMAT!r}")
+    for key, value in settings.items():
+        found = before["settings"].get(key)
+        if found != value:
+            raise StraightlineError(
+                f"{path.name}: was made with {key} {_shown(found)}, not {_shown(value)}; "
+                "go on with the same settings, or choose another --out"
+            )
+    return before
 
 
 def _shown(value: Any) -> str:

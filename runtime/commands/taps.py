@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StraightlineError
+from .ahead import expect_prompts, expect_taps, stated
 from .hold import held
 from .identity import weights_digest
 from .progress import progress
@@ -18,10 +19,23 @@ from .prompts import digest, read_prompts, require_prompts
 from .shards import FORMAT, Layout, Shard, ShardFile, plan
 from .show import indices
 from .subject import name_of
-from .tap_index import TapIndex
+from .tap_index import TapIndex, read_index
 
 HELP = "hidden states of many prompts into safetensors shards: training data for a drafter"
 MOST_MB = 1_000_000
+# What an index says that its rows were made of, in this order.
+SETTINGS = (
+    "model",
+    "fingerprint",
+    "weights",
+    "layers",
+    "dtype",
+    "hidden_size",
+    "prompts_digest",
+    "batch",
+    "chunk",
+    "shard_mb",
+)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -52,21 +66,29 @@ def _run(options: argparse.Namespace) -> None:
 
     require_prompts(options.prompt_file)
     folder = find_folder(options.checkpoint)
-    model, tokenizer = load(folder)
-    prompts = read_prompts(options.prompt_file, tokenizer.encode, text_model(model).args.vocab_size)
-    layout = _layout(model, options.layers)
-    settings = {
+    known = {
         "model": name_of(options.checkpoint, folder),
-        "fingerprint": _fingerprint(model),
         "weights": weights_digest(folder),
         "layers": list(options.layers),
-        "dtype": layout.dtype,
-        "hidden_size": layout.width,
-        "prompts_digest": digest(prompts),
         "batch": options.batch,
         "chunk": options.chunk,
         "shard_mb": options.shard_mb,
     }
+    read_index(options.out, known)
+    spec = stated(folder)
+    if spec is not None:
+        expect_taps(spec, options.layers)
+        expect_prompts(options.prompt_file, spec)
+    model, tokenizer = load(folder)
+    prompts = read_prompts(options.prompt_file, tokenizer.encode, text_model(model).args.vocab_size)
+    layout = _layout(model, options.layers)
+    found = known | {
+        "fingerprint": _fingerprint(model),
+        "dtype": layout.dtype,
+        "hidden_size": layout.width,
+        "prompts_digest": digest(prompts),
+    }
+    settings = {key: found[key] for key in SETTINGS}
     lengths = [len(tokens) for tokens in prompts]
     shards = plan(options.out, lengths, layout.row_bytes, int(options.shard_mb * 1e6))
     index = TapIndex(options.out, settings, shards)

@@ -56,7 +56,7 @@ def generate_step(
 
     steps: tokens computed before one read of the host. Counts up to it (1, 2, 4, ...), so that the first tokens come
         at once. It is 1 where what was computed too early could not be undone (a caller's caches with full rings, with
-        `kv_bits`, about to grow, or under a lease) and for a tapped model, whose rows are those of mlx-lm's loop.
+        `kv_bits`, or about to grow) and for a tapped model, whose rows are those of mlx-lm's loop.
     overlap: hand a token to the device in a second thread while the next one is built. Only where the caller can get
         at nothing that is on its way: greedy, with mlx-lm's own processors or none, caches of the loop's own, a
         specialized model that is not tapped. Elsewhere, and by default, one thread does both.

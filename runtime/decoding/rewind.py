@@ -13,15 +13,12 @@ UNLIMITED = 1 << 30
 
 
 def room(caches: list[Any]) -> int:
-    """How many single tokens can be appended such that `rewind` can take any of them back; 0 if that is not known.
-
-    Of caches under a lease, 0: their classes are in no table, and to ask for their rows would end it.
-    """
+    """How many single tokens can be appended such that `rewind` can take any of them back; 0 if that is not known."""
     return min(map(_room, caches), default=0)
 
 
 def rewind(caches: list[Any], count: int) -> None:
-    """Take back the last `count` tokens, at most what `room` said before they were appended."""
+    """Take back the last `count` tokens, at most what `room` said before they were appended. Ends a lease."""
     for cache in caches:
         cache.trim(count)
         for plain in getattr(cache, "parts", [cache]):
@@ -41,6 +38,9 @@ def _layout(cache: Any) -> str:
 
 
 def _room(cache: Any) -> int:
+    slot = getattr(cache, "slot", None)
+    if slot is not None:  # under a lease, which would end if the cache itself were asked for its rows
+        return int(slot.room)
     count = _ROOM.get(_layout(cache))
     plain = cache.parts[0] if hasattr(cache, "parts") else cache
     return 0 if count is None else count(plain)

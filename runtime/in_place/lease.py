@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_lm_cache
 
 from ..kv.growing import GrowingKVCache, KVCache
 from ..kv.ring import RotatingKVCache
@@ -12,8 +11,7 @@ from .leased import hand_over
 from .sites import InPlace
 from .slot import Clock, Slot
 
-GROWING: tuple[type, ...] = (mlx_lm_cache.KVCache, KVCache, GrowingKVCache)
-RINGS: tuple[type, ...] = (mlx_lm_cache.RotatingKVCache, RotatingKVCache)
+GROWING: tuple[type, ...] = (KVCache, GrowingKVCache)
 # Single tokens in a row before a lease is worth its copy of all rows: speculation seldom asks for as many.
 PATIENCE = 4
 
@@ -30,7 +28,7 @@ def leasable(caches: list[Any]) -> bool:
 def _plain(cache: Any) -> bool:
     """One sequence, laid out as mlx-lm lays it out, in the state that a single token leaves it in."""
     kind, keys = type(cache), cache.keys
-    if (kind not in GROWING and kind not in RINGS) or keys.shape[0] != 1:
+    if (kind not in GROWING and kind is not RotatingKVCache) or keys.shape[0] != 1:
         return False
     if keys.shape != cache.values.shape or keys.dtype != cache.values.dtype:
         return False
@@ -56,11 +54,12 @@ class Lease:
         self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset, whole)
         mx.eval(self.clock.after)
         self.slots: list[Slot] = []
+        self.moving: list[Slot] = []
         for cache in caches:
             slot = Slot(cache, self.clock)
-            self.slots.append(slot)
+            self.moving.append(slot)
             hand_over(cache, self, slot)
-        self.moving = self.slots
+        self.slots = self.moving  # only now, so that a lease whose beginning is interrupted is nobody's
 
     def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
         """The slots, ready for a token, and what `decode` calls over them."""

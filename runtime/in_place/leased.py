@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..handover import wait_for_handover
-from ..kv.borrowed import Borrowed, asked_for, borrow, give_back
+from ..kv.borrowed import Borrowed, asked_for, borrow
 
 if TYPE_CHECKING:
     from .lease import Lease
@@ -17,11 +17,7 @@ _SLOT = attrgetter("slot")
 
 def hand_over(cache: Any, lease: "Lease", slot: "Slot") -> None:
     """From now on the rows are the slot's."""
-    held = vars(cache)
-    for name in ("keys", "values", "offset", "_idx"):
-        held.pop(name, None)
-    held.update(lease=lease, slot=slot)
-    borrow(cache, _Leased)
+    borrow(cache, _Leased, {"slot": slot, "lease": lease})
 
 
 def lease_of(caches: Any) -> "Lease | None":
@@ -35,29 +31,25 @@ def lease_of(caches: Any) -> "Lease | None":
         return None
 
 
-def end_lease(cache: Any) -> Any:
-    """The cache, with its rows. Waits until they are written; if that fails, the lease goes on."""
-    held = vars(cache)
-    slot = held["slot"]
-    wait_for_handover()
-    mx.eval(slot.clock.after)
-    keys, values = slot.whole()
-    del held["slot"], held["lease"]
-    give_back(cache)
-    held.update(keys=keys, values=values, offset=slot.offset)
-    if slot.limit:
-        held["_idx"] = slot.index
-    return cache
-
-
 class _Leased(Borrowed):
     lease: "Lease"
     slot: "Slot"
 
-    give_back = end_lease
+    elsewhere = ("keys", "values", "offset", "_idx")
+    where = ("slot", "lease")
     keys, values, _idx = map(asked_for, ("keys", "values", "_idx"))
 
     @property
-    def offset(self) -> int:
-        """Asked for often, and nothing that could be written to."""
-        return self.slot.offset
+    def offset(self) -> Any:
+        """Asked for often, and nothing that could be written to, so that the lease goes on."""
+        slot = vars(self).get("slot")
+        return self.give_back().offset if slot is None else slot.offset
+
+    def restored(self) -> dict[str, Any]:
+        """Waits until the rows are written; if that fails, the lease goes on."""
+        slot = self.slot
+        wait_for_handover()
+        mx.eval(slot.clock.after)
+        keys, values = slot.whole()
+        rows = {"keys": keys, "values": values, "offset": slot.offset}
+        return rows | ({"_idx": slot.index} if slot.limit else {})

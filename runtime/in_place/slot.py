@@ -57,23 +57,31 @@ class Slot:
         self.k: Any
         self.v: Any
         self.limit: int = getattr(cache, "max_size", 0)
-        _, self.kv_heads, self.rows, self.head_dim = cache.keys.shape
+        _, self.kv_heads, rows, self.head_dim = cache.keys.shape
         # A full ring's next row is where its index points; until then a row's place is its position.
-        self.shift: int = (cache._idx - cache.offset) % self.limit if self.rows == self.limit else 0
-        self._hold(private(cache.keys.reshape(-1)), private(cache.values.reshape(-1)))
+        self.shift: int = (cache._idx - cache.offset) % self.limit if rows == self.limit else 0
+        self._hold(private(cache.keys.reshape(-1)), private(cache.values.reshape(-1)), rows)
 
     @property
     def offset(self) -> int:
         return self.clock.offset
 
-    def _hold(self, keys: mx.array, values: mx.array) -> None:
+    @property
+    def room(self) -> int:
+        """How many tokens can come before rows are moved, or those of a ring written over."""
+        rows = min(self.rows, self.limit - 1) if self.limit else self.rows
+        return max(rows - self.offset, 0)
+
+    def _hold(self, keys: mx.array, values: mx.array, rows: int) -> None:
+        """How many rows there are comes last: until then an interrupt leaves a slot that is about to grow."""
         self.keys, self.values = keys, values
-        self.ring = mx.array([self.shift, self.rows], dtype=mx.int32)
+        self.ring = mx.array([self.shift, rows], dtype=mx.int32)
         self.moves = True
-        self.buffers = self.whole()
-        head = self.rows * self.head_dim
+        self.buffers = self._shaped(rows)
+        head = rows * self.head_dim
         outer = (self.kv_heads * head, head, head)
         self.strides = (*outer, 1, self.head_dim), (*outer, self.head_dim, 1)
+        self.rows = rows
 
     def show(self) -> None:
         """Views of the rows that the token at `offset` sees, itself included; room for it first."""
@@ -96,17 +104,18 @@ class Slot:
         wait_for_handover()
         mx.eval(self.clock.after)
         more = min(STEP, self.limit - self.rows) if self.limit else STEP
-        shape = (1, self.kv_heads, -1, self.head_dim)
         room = mx.zeros((1, self.kv_heads, more, self.head_dim), self.keys.dtype)
-        grown = [mx.concatenate([old.reshape(shape), room], axis=2).reshape(-1) for old in (self.keys, self.values)]
-        mx.eval(grown)
-        self.rows += more
-        self._hold(*grown)
+        keys, values = (mx.concatenate([old, room], axis=2).reshape(-1) for old in self.whole())
+        mx.eval(keys, values)
+        self._hold(keys, values, self.rows + more)
 
     def whole(self) -> tuple[mx.array, mx.array]:
         """keys and values as a cache holds them, [1, kv_heads, rows, head_dim]. What was asked for must be done."""
-        shape = (1, self.kv_heads, self.rows, self.head_dim)
-        return self.keys.reshape(shape), self.values.reshape(shape)
+        return self._shaped(self.rows)
+
+    def _shaped(self, rows: int) -> tuple[mx.array, mx.array]:
+        keys, values = (held.reshape(1, self.kv_heads, -1, self.head_dim) for held in (self.keys, self.values))
+        return keys[..., :rows, :], values[..., :rows, :]
 
     @property
     def index(self) -> int:

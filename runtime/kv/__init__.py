@@ -13,7 +13,8 @@ Importing this makes them known to mlx-lm's load_prompt_cache.
 
 from .files import load_cache, save_cache
 from .growing import GrowingKVCache, KVCache
-from .make import make_cache, quantizable
+from .make import make_cache
+from .ours import quantizable
 from .quantized import (
     BatchQuantizedGrowingCache,
     BatchQuantizedRingCache,

@@ -13,7 +13,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..evaluation import evaluate
-from .borrowed import Borrowed, asked_for, borrow, give_back
+from .borrowed import Borrowed, asked_for, borrow
+from .growing import KVCache
+from .ring import RotatingKVCache
 
 _SEQUENCE = attrgetter("sequence")
 
@@ -57,14 +59,14 @@ def _as_one(cache: Any) -> Any:
     if type(cache) is mlx_lm_cache.BatchKVCache:
         if padding or offset != cache._idx:
             return None
-        one = mlx_lm_cache.KVCache()
+        one = KVCache()
     else:
         size, rows = cache.max_size, cache.keys.shape[2]
         # A ring of a batch counts the padding too, or nothing of what a longer prompt had before; once full, no matter.
         full = rows == size <= min(offset, cache._offset)
         if padding > 0 or rows > size or not (full or offset == cache._offset):
             return None
-        one = mlx_lm_cache.RotatingKVCache(size)
+        one = RotatingKVCache(size)
         one._idx = cache._idx
     one.keys, one.values, one.offset = cache.keys, cache.values, offset
     return one if one.step == cache.step else None
@@ -81,32 +83,20 @@ def stand_in(caches: list[Any], sequence: list[Any]) -> None:
     caches[0].lone_tokens = 0
     for cache, one in zip(caches, sequence, strict=True):
         front = _FRONTS[type(cache)]
-        held = vars(cache)
-        held.update(sequence=one, sequences=sequence)
+        where = {"sequence": one, "sequences": sequence}
         if front is _Ring:
             ahead = 0 if cache.rotated else cache.max_size - cache._idx
-            held["then"] = Then(
+            where["then"] = Then(
                 cache.left_padding.item(), cache.rotated, one.offset + ahead, cache._offset - one.offset
             )
-        borrow(cache, front)  # before anything is gone from it, should an interrupt come here
-        for name in front.elsewhere:
-            del held[name]
+        borrow(cache, front, where)
 
 
 class _Front(Borrowed):
-    elsewhere: tuple[str, ...]
     sequence: Any
     sequences: list[Any]
 
-    def restored(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def give_back(self) -> Any:
-        held, restored = vars(self), self.restored()
-        del held["sequence"], held["sequences"]
-        give_back(self)
-        held.update(restored)
-        return self
+    where = ("sequence", "sequences", "then")
 
 
 class _Growing(_Front):

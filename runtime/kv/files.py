@@ -12,7 +12,8 @@ from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ..errors import StraightlineError
 from .device import packing
-from .make import make_cache, quantizable
+from .make import make_cache
+from .ours import quantizable
 from .rollback import DEPTH
 
 KEY = "straightline_fingerprint"

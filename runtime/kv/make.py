@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from mlx_lm.models import cache as mlx_lm_cache
-
 from ...codegen.config import read_arguments
 from ...codegen.errors import SpecError
 from ...codegen.kv import read_kv_config
 from ...codegen.spec import Attention, Quantized, Spec
 from ..errors import StraightlineError
 from .growing import GrowingKVCache, KVCache
+from .ours import quantizable
 from .quantized import QuantizedGrowingCache, QuantizedRingCache, QuantizedRollbackCache
 from .ring import RotatingKVCache
 from .rollback import DEPTH, SlidingRollbackCache
@@ -83,23 +82,6 @@ def caches_for(expected: tuple[tuple[Any, ...], ...]) -> list[Any]:
         else:
             made.append(RotatingKVCache(window) if ring else KVCache())
     return made
-
-
-OURS: dict[type, Any] = {mlx_lm_cache.RotatingKVCache: RotatingKVCache, mlx_lm_cache.KVCache: KVCache}
-
-
-def quantizable(caches: list[Any]) -> list[Any]:
-    """mlx-lm's caches as those of the same name that `--kv-bits` can quantize. They take over the rows."""
-    return [_ours(one) for one in caches]
-
-
-def _ours(cache: Any) -> Any:
-    kind = OURS.get(type(cache))
-    if kind is None:
-        return cache
-    same = kind.__new__(kind)
-    same.__dict__.update(cache.__dict__)
-    return same
 
 
 def _one(spec: Spec, layer: int, kv: Quantized | None, depth: int) -> Any:

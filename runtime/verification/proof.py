@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...codegen.config import read_arguments
 from ...codegen.spec import Spec
 from ..arrays import dtype_name
+from ..commands.ahead import expect_file
 from ..commands.subject import Subject, name_of, published, published_kv_config, read_folder
 from ..errors import StraightlineError
 from ..loading import find_folder, load_model
@@ -42,6 +43,7 @@ def from_checkpoint(where: str) -> Proof:
     """Its own weights, held once: the second model is built lazily, then given the arrays of the first."""
     folder = find_folder(where)
     subject = read_folder(folder, name_of(where, folder))
+    expect_file(subject, "verify")
     model, _ = load_model(folder)
     oracle, _ = load_model(folder, lazy=True)
     oracle.update(model.parameters())

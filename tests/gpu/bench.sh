@@ -43,8 +43,8 @@ for name in "$@"; do
     26b) bench 26b 180 --random gemma4-26b --context 1100 --loop --steps 64 ;;
     31b) bench 31b 150 --random gemma4-31b --context 1100 --loop --steps 64 ;;
     e2b) bench e2b 120 --random gemma4-e2b --context 600 --loop --steps 64 ;;
-    e4b-suite) bench e4b-suite 240 --random gemma4-e4b --suite --seconds 4 ;;
-    12b-suite) bench 12b-suite 240 --random gemma4-12b --suite --seconds 4 ;;
+    e4b-suite) bench e4b-suite 240 --random gemma4-e4b --suite --seconds 3 ;;
+    12b-suite) bench 12b-suite 240 --random gemma4-12b --suite --seconds 3 ;;
     e4b-8bit) bench e4b-8bit 100 --random gemma4-e4b --bits 8 --context 600 --width 1,4 --loop --seconds 4 ;;
     e4b-mixed) bench e4b-mixed 100 --random gemma4-e4b --bits mixed --context 600 --width 1,4 --loop --seconds 4 ;;
     *) worst=2; echo "$name: expected some of e4b 12b 26b 31b e2b e4b-suite 12b-suite e4b-8bit e4b-mixed" ;;

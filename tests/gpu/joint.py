@@ -22,25 +22,28 @@ from straightline.runtime.arrays import same_bits
 from straightline.runtime.benchmark.measures import count_primitives
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.joint import find_joints
-from straightline.runtime.kernels import PerLayerEnd, ProductHeads
+from straightline.runtime.kernels import Attention, PerLayerEnd, ProductHeads
 from straightline.runtime.kernels.states import running
 from straightline.runtime.products import LARGE
 from straightline.runtime.verification.proof import from_random
 
 
 class Way(NamedTuple):
-    """joints: which kinds. large: MiB from which a product has a kernel of ours."""
+    """joints: which kinds. large: MiB from which a product has a kernel of ours. scores: whether attention's have."""
 
     joints: tuple[type, ...]
     large: int = LARGE >> 20
+    scores: bool = True
 
 
 BOTH = (ProductHeads, PerLayerEnd)
+OVER_VIEWS = Attention.over_views
 WAYS = {
     "apart": Way(()),
     "heads": Way((ProductHeads,)),
     "ends": Way((PerLayerEnd,)),
     "all": Way(BOTH),
+    "all, scores apart": Way(BOTH, scores=False),
     "all, large 14": Way(BOTH, 14),
     "all, large 2": Way(BOTH, 2),
 }
@@ -92,7 +95,14 @@ def specialized(model: Any, name: str, options: argparse.Namespace) -> Any:
     def some(*arguments: Any) -> Any:
         return tuple(joint for joint in find_joints(*arguments) if isinstance(joint.site, way.joints))
 
-    with mock.patch.object(bound, "find_joints", some), mock.patch.object(products, "LARGE", way.large << 20):
+    def over_views(site: Attention, scores: Any) -> Any:
+        return OVER_VIEWS(site, scores if way.scores else site.scores.plain)
+
+    with (
+        mock.patch.object(bound, "find_joints", some),
+        mock.patch.object(products, "LARGE", way.large << 20),
+        mock.patch.object(Attention, "over_views", over_views),
+    ):
         made = specialize(model, strict=True, kernels=not options.reduced)
     told = made.dispatch
     reasons = [told.decode_reason, told.kernels_reason, told.in_place_reason, told.compiled_reason]
@@ -114,7 +124,7 @@ def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], st
         token = greedy(logits["mlx-lm"])
     for name, found in departs.items():
         leased = name != "mlx-lm" and lease_of(caches[name]) is not None
-        print(f"{size}: {name:<16} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
+        print(f"{size}: {name:<18} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
     return None if any(departs.values()) else token
 
 
@@ -138,7 +148,7 @@ def speed(
         ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
         build, dispatch, wait = parts(callables[name], caches[name], token)
         print(
-            f"{size}: {name:<16} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
+            f"{size}: {name:<18} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
             f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
             f"wait {wait:.2f}",
             flush=True,
