@@ -439,6 +439,16 @@ def test_in_place_too(shape: str) -> None:
     batch.same()
 
 
+def test_rows_as_the_model_gave_them_stay_where_they_are() -> None:
+    """A ring of a batch keeps a first call of its size and more so, and nobody knows afterwards."""
+    batch = Batch(leasing("e4b"), empty=True)
+    batch.step(20)
+    batch.decode(PATIENCE + 12)
+    sequence = sequence_of(batch.caches[0])
+    assert sequence is not None and lease_of(sequence) is None
+    batch.same()
+
+
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
 def test_batch_generator(shape: str) -> None:
     """A lone request is decoded but for its first token; so are those who are left alone."""

@@ -34,7 +34,7 @@ def _plain(cache: Any) -> bool:
         return False
     if kind in GROWING:
         return bool(cache.offset <= keys.shape[2])
-    if cache.keep or keys.shape[2] > cache.max_size:
+    if cache.keep or keys.shape[2] > cache.max_size or not cache.head_by_head:
         return False
     return bool(keys.shape[2] == cache.max_size or cache._idx == cache.offset <= keys.shape[2])
 

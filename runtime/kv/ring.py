@@ -5,6 +5,7 @@ Named as mlx-lm's, so that a saved prompt cache holds the name that plain mlx-lm
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import StraightlineError
@@ -15,7 +16,31 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
     """The last `max_size` tokens, laid out by mlx-lm's own code and therefore bit-equal to mlx-lm's ring.
 
     Serves sliding layers that do not roll back, and each part of a quantized one.
+
+    given: how many rows mlx-lm's code keeps as the model gave them until it has to move them, those of a first call.
+    None: not known.
     """
+
+    given: int | None = None
+
+    def __init__(self, max_size: int, keep: int = 0) -> None:
+        super().__init__(max_size, keep)
+        self.given = 0
+
+    def _update_concat(self, keys: mx.array, values: mx.array) -> Any:
+        given = keys.shape[2] if self.keys is None else 0
+        result = super()._update_concat(keys, values)
+        self.given = given
+        return result
+
+    @property
+    def head_by_head(self) -> bool:
+        """Whether a head's rows surely are neighbours, once a single token has come.
+
+        A first call of exactly `max_size` tokens leaves a token's heads as neighbours for good: nothing moves them. For
+        one token the products with such values are not the bits of those with others on CUDA.
+        """
+        return bool(self.offset <= self.max_size) or self.given not in (None, self.max_size)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """The same tokens in the same slots, packed: what `mlx_lm.generate --kv-bits` asks every cache for."""
@@ -41,4 +66,5 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
 
     def __copy__(self) -> "RotatingKVCache":
         copy: RotatingKVCache = type(self).from_state(map(fresh, self.state))
+        copy.given = self.given
         return copy

@@ -1,0 +1,47 @@
+"""How a ring's rows lie in memory, which decides whether they may be decoded into in place (docs/decode.md)."""
+
+import copy
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+
+from straightline.runtime.kv import RotatingKVCache
+from straightline.runtime.kv.ours import make_ours
+
+
+def strides(array: mx.array) -> tuple[int, ...]:
+    mx.eval(array)
+    return memoryview(array).strides
+
+
+@pytest.mark.parametrize("chunks", [(8,), (7,), (9,), (16,), (23,), (4, 4), (8, 8), (8, 3), (3, 5), (7, 1), (1,) * 9])
+def test_a_ring_knows_how_its_rows_lie(chunks: tuple[int, ...]) -> None:
+    """A model gives [1, heads, tokens, head_dim] with a token's heads as neighbours; copies go with what they copy."""
+    ring = RotatingKVCache(8)
+    for length in (*chunks, 1, 1, 1):
+        rows = mx.random.normal((1, length, 2, 4)).transpose(0, 2, 1, 3)
+        ring.update_and_fetch(rows, rows)
+    for one in (ring, copy.copy(ring), copy.deepcopy(ring)):
+        lies = all(strides(array)[2:] == (16, 4) for array in (ring.keys, ring.values))
+        assert one.head_by_head == lies == (chunks != (8,))
+    ring.update_and_fetch(rows, rows)
+    ring.update_and_fetch(*[mx.zeros((1, 2, 2, 4))] * 2)
+    assert ring.head_by_head and strides(ring.keys)[2:] == (16, 4)
+
+
+def test_rings_of_unknown_rows() -> None:
+    ring = RotatingKVCache(8)
+    for length in (5, 1, 1, 1, 1):
+        ring.update_and_fetch(*[mx.zeros((1, 2, length, 4))] * 2)
+    loaded = RotatingKVCache.from_state(ring.state)
+    assert ring.head_by_head and not loaded.head_by_head
+    loaded.update_and_fetch(*[mx.zeros((1, 2, 2, 4))] * 2)
+    assert loaded.head_by_head
+    theirs = [mlx_lm_cache.RotatingKVCache(8) for _ in range(2)]
+    for cache in theirs[1:]:
+        cache.update_and_fetch(*[mx.zeros((1, 2, 8, 4))] * 2)
+    make_ours(theirs)
+    for cache in theirs:
+        cache.update_and_fetch(*[mx.zeros((1, 2, 1, 4))] * 2)
+    assert [cache.head_by_head for cache in theirs] == [True, False]
