@@ -106,7 +106,8 @@ def let_wait(weights: Any, joints: Sequence[Joint], calls: Sequence[Call]) -> fr
     for joint, readers in found.values():
         owner = weights.layers[joint.layer]
         setattr(owner, joint.slot, _waiting(joint.arrays, readers, getattr(owner, joint.slot)))
-    names = {joint.reader.removesuffix(IN_PLACE) for joint, _ in pairs}  # the slot waits wherever the K/V go
+    # The slot waits wherever the K/V go, and for whichever of its readers its layer has.
+    names = {one.reader.removesuffix(IN_PLACE) for one in joints if (one.layer, one.slot) in found}
     if not ends or len(ends) < len(weights.layers):
         return frozenset(names)
     for joint, call in ends:

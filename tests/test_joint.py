@@ -381,6 +381,21 @@ def test_a_reader_without_its_kernel_gets_the_product(name: str, where: str, ker
         walk.same_caches()  # ends the lease
 
 
+def test_a_kind_of_layer_without_the_kernel_of_another(kernels: Kernels) -> None:
+    """Sliding and full layers are of one width here, so that a slot cannot tell for which of them it waits."""
+    without = {heads(FULL), heads(over_slots(FULL))}
+    kernels.off = lambda site: site in without
+    model, _ = built(PER_LAYER)
+    walk = Walk(Pair(model, toys.build(PER_LAYER, quantize=FOUR_BIT)))
+    walk.step(5)
+    kernels.calls.clear()
+    walk.decode(1)
+    assert kernels.joints == a_token("per-layer") - Counter({heads(FULL): 1})
+    walk.decode(PATIENCE)
+    assert walk.leased
+    walk.same_caches()
+
+
 # The fast tier
 
 
