@@ -15,17 +15,25 @@ def strides(array: mx.array) -> tuple[int, ...]:
     return memoryview(array).strides
 
 
+def given(length: int) -> mx.array:
+    """As a model gives them: [1, heads, tokens, head_dim] with a token's heads as neighbours."""
+    return mx.random.normal((1, length, 2, 4)).transpose(0, 2, 1, 3)
+
+
+def lies_head_by_head(ring: RotatingKVCache) -> bool:
+    """In memory."""
+    return all(strides(array)[2:] == (16, 4) for array in (ring.keys, ring.values))
+
+
 @pytest.mark.parametrize("chunks", [(8,), (7,), (9,), (16,), (23,), (4, 4), (8, 8), (8, 3), (3, 5), (7, 1), (1,) * 9])
 def test_a_ring_knows_how_its_rows_lie(chunks: tuple[int, ...]) -> None:
-    """A model gives [1, heads, tokens, head_dim] with a token's heads as neighbours; copies go with what they copy."""
+    """Copies go with what they copy."""
     ring = RotatingKVCache(8)
     for length in (*chunks, 1, 1, 1):
-        rows = mx.random.normal((1, length, 2, 4)).transpose(0, 2, 1, 3)
-        ring.update_and_fetch(rows, rows)
+        ring.update_and_fetch(*[given(length)] * 2)
     for one in (ring, copy.copy(ring), copy.deepcopy(ring)):
-        lies = all(strides(array)[2:] == (16, 4) for array in (ring.keys, ring.values))
-        assert one.head_by_head == lies == (chunks != (8,))
-    ring.update_and_fetch(rows, rows)
+        assert one.head_by_head == lies_head_by_head(ring) == (chunks != (8,))
+    ring.update_and_fetch(*[given(1)] * 2)
     ring.update_and_fetch(*[mx.zeros((1, 2, 2, 4))] * 2)
     assert ring.head_by_head and strides(ring.keys)[2:] == (16, 4)
 
@@ -45,3 +53,37 @@ def test_rings_of_unknown_rows() -> None:
     for cache in theirs:
         cache.update_and_fetch(*[mx.zeros((1, 2, 1, 4))] * 2)
     assert [cache.head_by_head for cache in theirs] == [True, False]
+
+
+def test_tokens_taken_back_leave_the_rows_of_a_first_call_where_they_are() -> None:
+    """Single tokens go between them, until they are full again."""
+    ring = RotatingKVCache(8)
+    ring.update_and_fetch(*[given(7)] * 2)
+    assert ring.trim(5) == 5
+    for _ in range(5):
+        ring.update_and_fetch(*[given(1)] * 2)
+        assert not ring.head_by_head and not lies_head_by_head(ring)
+    ring.update_and_fetch(*[given(1)] * 2)
+    assert ring.head_by_head and lies_head_by_head(ring)
+
+
+def test_a_state_that_is_set_brings_its_rows_along() -> None:
+    other = RotatingKVCache(8)
+    other.update_and_fetch(*[given(8)] * 2)
+    ring = RotatingKVCache(8)
+    ring.update_and_fetch(*[given(3)] * 2)
+    ring.state = copy.copy(other).state
+    for _ in range(4):
+        ring.update_and_fetch(*[given(1)] * 2)
+    assert not ring.head_by_head and not lies_head_by_head(ring)
+
+
+def test_mlx_lms_ring_from_which_tokens_were_taken_when_it_was_just_full() -> None:
+    """mlx-lm's own lets that pass, and nothing is lost."""
+    ring = mlx_lm_cache.RotatingKVCache(8)
+    ring.update_and_fetch(*[given(8)] * 2)
+    ring.trim(5)
+    make_ours([ring])
+    for _ in range(4):
+        ring.update_and_fetch(*[given(1)] * 2)
+    assert not ring.head_by_head and not lies_head_by_head(ring)

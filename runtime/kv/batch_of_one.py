@@ -69,7 +69,7 @@ def _as_one(cache: Any) -> Any:
         one = RotatingKVCache(size)
         one._idx = cache._idx
         if cache._offset > size:
-            one.given = None  # a ring of a batch keeps any first call of `size` tokens and more as the model gave them
+            one.given = rows  # a ring of a batch keeps any first call of `size` tokens and more as the model gave them
     one.keys, one.values, one.offset = cache.keys, cache.values, offset
     return one if one.step == cache.step else None
 

@@ -17,11 +17,11 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
 
     Serves sliding layers that do not roll back, and each part of a quantized one.
 
-    given: how many rows mlx-lm's code keeps as the model gave them until it has to move them, those of a first call.
-    None: not known.
+    given: as long as it holds this many rows, they may lie as the model gave them: those of a first call, or of a state
+    that somebody has set. Moving them changes how many there are, or how many are given.
     """
 
-    given: int | None = None
+    given: int
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
         super().__init__(max_size, keep)
@@ -35,12 +35,22 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
 
     @property
     def head_by_head(self) -> bool:
-        """Whether a head's rows surely are neighbours, once a single token has come.
+        """Whether a head's rows surely are neighbours, in a ring that holds some.
 
-        A first call of exactly `max_size` tokens leaves a token's heads as neighbours for good: nothing moves them. For
-        one token the products with such values are not the bits of those with others on CUDA.
+        A first call of exactly `max_size` tokens leaves a token's heads as neighbours for good: nothing moves them. One
+        of which some were taken back does until its rows are full again. For one token the products with such values
+        are not the bits of those with others on CUDA.
         """
-        return bool(self.offset <= self.max_size) or self.given not in (None, self.max_size)
+        return bool(self.keys.shape[2] != self.given)
+
+    @property
+    def state(self) -> Any:
+        return super().state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.keys, self.values, self.offset, self.keep, self.max_size, self._idx = state
+        self.given = 0 if self.keys is None else self.keys.shape[2]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """The same tokens in the same slots, packed: what `mlx_lm.generate --kv-bits` asks every cache for."""
