@@ -181,6 +181,18 @@ def test_a_prompt_that_fills_the_ring_exactly_is_not_leased(walk: Walk) -> None:
     walk.same_caches()
 
 
+def test_the_rows_of_a_prompt_that_was_cut_back_are_not_leased(walk: Walk) -> None:
+    """They lie as the model gave them until the ring moves them, which is when they are full again."""
+    walk.step(7)
+    for caches in walk.caches:
+        assert trim_prompt_cache(caches, 6) == 6
+    walk.decode(PATIENCE + 2)
+    assert not walk.leased
+    walk.decode(PATIENCE)
+    assert walk.leased
+    walk.same_caches()
+
+
 def test_growth_as_mlx_lm_grows() -> None:
     walk = Walk(leasing(SHAPES[0]))
     walk.step(250)

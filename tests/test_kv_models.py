@@ -229,6 +229,14 @@ def test_mlx_lm_generate_with_kv_bits(name: str, start: int) -> None:
         mlx_lm_cache.RotatingKVCache(8).to_quantized()
 
 
+def test_one_cache_of_mlx_lms_for_two_layers_is_refused() -> None:
+    model = served("D6")
+    caches = [mlx_lm_cache.RotatingKVCache(8)] * len(model.make_cache())
+    for call in (model, model.monolith):
+        with pytest.raises(StraightlineError, match="^a cache is in the list twice; expected one for each layer"):
+            call(toys.tokens(1, 1), cache=caches)
+
+
 @pytest.mark.parametrize("name", ["D6", "E6"])
 @pytest.mark.parametrize("file", [True, False], ids=["generated", "monolith"])
 @pytest.mark.parametrize("filled, start", [(6, 0), (11, 0), (11, 16)])

@@ -4,6 +4,7 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..errors import StraightlineError
 from .growing import KVCache
 from .ring import RotatingKVCache
 
@@ -17,8 +18,13 @@ def quantizable(caches: list[Any]) -> list[Any]:
 
 
 def make_ours(caches: Any) -> bool:
-    """The same of whatever a model was called with; whether any was mlx-lm's."""
+    """The same of whatever a model was called with; whether any was mlx-lm's.
+
+    Raises StraightlineError if one of these is there twice.
+    """
     theirs = [one for one in caches if type(one) in OURS] if isinstance(caches, (list, tuple)) else []
+    if len(set(map(id, theirs))) < len(theirs):
+        raise StraightlineError("a cache is in the list twice; expected one for each layer that owns keys and values")
     for one in theirs:
         one.__class__ = OURS[type(one)]
         if type(one) is RotatingKVCache:
