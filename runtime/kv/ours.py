@@ -26,7 +26,8 @@ def make_ours(caches: Any) -> bool:
     if len(set(map(id, theirs))) < len(theirs):
         raise StraightlineError("a cache is in the list twice; expected one for each layer that owns keys and values")
     for one in theirs:
-        one.__class__ = OURS[type(one)]
-        if type(one) is RotatingKVCache:
+        ours = OURS[type(one)]
+        if ours is RotatingKVCache:  # first, so that an interrupt leaves none of ours without
             one.given = 0 if one.keys is None else one.keys.shape[2]
+        one.__class__ = ours
     return bool(theirs)
