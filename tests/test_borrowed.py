@@ -172,6 +172,7 @@ def interrupted(call: Callable[[], Any], step: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it when a trace is set, and never again
     sys.settrace(trace)
     try:
         call()

@@ -29,7 +29,7 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", "--random", "gemma4-e4b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     results = {cell["cell"]: cell["result"] for cell in found["cells"]}
-    assert found["equal"] and len(results) == 34
+    assert found["equal"] and len(results) == 35
     assert results.pop("control: one bit of one weight") == "seen"
     assert set(results.values()) == {"equal"}
     assert sum(cell.startswith("quantized K/V") for cell in results) == 7
@@ -51,7 +51,7 @@ def test_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> No
     assert any(line.startswith("  prefill inside the window              equal ") for line in lines)
     # No file bakes these caches, and comparing mlx-lm's code with itself is not called a proof.
     assert sum("monolith: cache 0 is Quantized" in line for line in lines) == 7
-    assert lines[-1].startswith("equal: 27 of 34 cells, every byte of logits, caches and taps; 7 went to mlx-lm's own")
+    assert lines[-1].startswith("equal: 28 of 35 cells, every byte of logits, caches and taps; 7 went to mlx-lm's own")
 
 
 def test_one_changed_bit_is_found(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

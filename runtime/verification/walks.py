@@ -43,6 +43,8 @@ def walks(window: int, steps: int) -> tuple[Walk, ...]:
             )
         ),
         Walk((("decode across the wrap", (near, *(1,) * steps)),)),
+        # mlx-lm's ring then keeps its rows as the model gave them. Six, since K/V in place begin with the fifth.
+        Walk((("decode after a prompt of the window", (window, *(1,) * max(steps, 6))),)),
         Walk((("blocks of 4 across the wrap", (near, *(4,) * 6)),)),
         Walk((("blocks of 8 across the wrap", (near, *(8,) * 4)),)),
         Walk(((f"prefill past, chunks of {chunk}", chunks), ("decode after chunks", (1,) * 4))),
