@@ -195,6 +195,11 @@ def test_prompts_that_cannot_be_used(
     assert not list(tmp_path.glob("f*"))
 
 
+def test_a_folder_in_place_of_prompts(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["taps", str(checkpoint), "--layers", "1", "--prompt-file", ".", "--out", "f.safetensors"]) == 1
+    assert capsys.readouterr().err.startswith("error: .: expected a .txt or .jsonl file of prompts")
+
+
 def test_unknown_layers(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts(tmp_path / "p.jsonl")
     how = command(checkpoint, tmp_path)

@@ -1,10 +1,13 @@
 """How a ring's rows lie in memory, which decides whether they may be decoded into in place (docs/decode.md)."""
 
 import copy
+from functools import partial
+from itertools import count
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
+from test_borrowed import interrupted
 
 from straightline.runtime.kv import RotatingKVCache
 from straightline.runtime.kv.ours import make_ours
@@ -87,3 +90,15 @@ def test_mlx_lms_ring_from_which_tokens_were_taken_when_it_was_just_full() -> No
     for _ in range(4):
         ring.update_and_fetch(*[given(1)] * 2)
     assert not ring.head_by_head and not lies_head_by_head(ring)
+
+
+def test_an_interrupt_while_mlx_lms_rings_become_ours() -> None:
+    """Whichever are ours by then know how their rows lie."""
+    for step in count():
+        rings = [mlx_lm_cache.RotatingKVCache(8) for _ in range(2)]
+        for ring in rings:
+            ring.update_and_fetch(*[given(8)] * 2)
+        if not interrupted(partial(make_ours, rings), step):
+            break
+        assert not any(one.head_by_head for one in rings if isinstance(one, RotatingKVCache))
+    assert step > 50

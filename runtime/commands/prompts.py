@@ -40,7 +40,7 @@ def require_prompts(path: Path) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix not in (".txt", ".jsonl"):
-        raise StraightlineError(f"{path.name}: expected a .txt or .jsonl file of prompts, one a line")
+        raise StraightlineError(f"{path.name or path}: expected a .txt or .jsonl file of prompts, one a line")
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
