@@ -118,8 +118,10 @@ def _tier(tier: str, sites: dict[str, tuple[str, str]]) -> str:
 def _kv_config(subject: Subject, wish: Wish) -> list[dict[str, int]] | None:
     """Refused here, before weights are built, if it does not fit the model."""
     spec = subject.spec.with_kv(())
+    where = "kv_config.json"
     if wish.kv_bits is not None:
         found: Any = uniform_kv_config(spec, wish.kv_bits)
+        where = "--kv-bits"
     elif wish.kv_config is None:
         return None
     elif wish.kv_config == AUTO:
@@ -128,7 +130,8 @@ def _kv_config(subject: Subject, wish: Wish) -> list[dict[str, int]] | None:
             raise StraightlineError(f"{subject.name}: has no kv_config.json of its own; name a file in place of auto")
     else:
         found = read_json(Path(wish.kv_config))
-    read_kv_config(found, spec)
+        where = Path(wish.kv_config).name
+    read_kv_config(found, spec, where)
     return list(found)
 
 
