@@ -115,8 +115,8 @@ def test_quantized_caches(folders: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == by_flag.out
     (tmp_path / "kv.json").write_text(json.dumps([*entries, entries[0]]))
     assert main([*arguments, "--kv-config", str(tmp_path / "kv.json")]) == 1
-    expected = "kv_config.json: [3].layer_idx is 0 a second time; expected each layer once\n"
-    assert capsys.readouterr().err == f"error: {folders / 'shared'}: {expected}"
+    expected = "error: kv.json: [3].layer_idx is 0 a second time; expected each layer once\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_another_family_runs_as_usual_and_that_is_said(

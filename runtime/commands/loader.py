@@ -11,6 +11,7 @@ from typing import Any
 
 from ...codegen.config import FLAT, NESTED, read_file, read_json
 from ...codegen.errors import SpecError, show
+from ...codegen.kv import read_kv_config
 from ..dispatch import Dispatch
 from ..errors import StraightlineError
 from .ahead import expect_kv_bits, stated
@@ -149,6 +150,9 @@ class Loader:
             spec = stated(folder)
             if spec is not None:
                 expect_kv_bits(spec, bits, group_size, "--kv-bits")
+        kv_config, spec = self.wishes.kv_config, stated(folder)
+        if kv_config not in (None, "auto") and spec is not None:
+            read_kv_config(_read(self.wishes), spec, Path(str(kv_config)).name)
         if self.draft is not None:
             draft = find_folder(self.draft)
             if _model_type(draft) in NESTED + FLAT:
