@@ -123,7 +123,7 @@ def _waiting(
 
 
 def _let_end_wait(owner: Any, joint: Joint, call: Call) -> None:
-    """The gate is given what `waiting_inputs` gives, and so is the last reader, a second time, as its stream."""
+    """The gate is given the inputs of BEFORE (see `reading`); so is the last reader, once more, as its stream."""
     gate, index, projection = joint.arrays[:3], joint.arrays[3], joint.arrays[4:]
     readers = {joint.reader: lambda *inputs: call(*inputs[:11], *inputs[12:])}
     owner.per_layer_gated = lambda stream, per_layer, *_: (*stream, *gate, per_layer, index)

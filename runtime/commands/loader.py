@@ -144,13 +144,12 @@ class Loader:
         from ..kv.chosen import check_kv_bits
         from ..loading import expect_loadable, find_folder
 
-        bits, group_size = self.wishes.kv_bits, self.wishes.kv_group_size
+        bits, group_size, kv_config = self.wishes.kv_bits, self.wishes.kv_group_size, self.wishes.kv_config
+        spec = stated(folder)
         if bits is not None:
             check_kv_bits(bits, group_size)
-            spec = stated(folder)
             if spec is not None:
                 expect_kv_bits(spec, bits, group_size, "--kv-bits")
-        kv_config, spec = self.wishes.kv_config, stated(folder)
         if kv_config not in (None, "auto") and spec is not None:
             read_kv_config(_read(self.wishes), spec, Path(str(kv_config)).name)
         if self.draft is not None:

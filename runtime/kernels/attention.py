@@ -6,31 +6,23 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from .draw import Draw
+from .heads import OverHeads
 from .program import Program, Unsupported
 from .scores import AttentionScores
-from .site import Call, Outputs, Site
+from .site import Call, Outputs
 
 LENGTHS = (1, 2, 17, 63, 300, 512, 600, 1024, 1100, 2049, 3000)
 
 
 @dataclass(frozen=True)
-class Attention(Site):
+class Attention(OverHeads):
     """(q, k, v) -> [1, 1, heads * head_dim]. q: [1, heads, 1, head_dim]; k, v: [1, kv_heads, rows, head_dim].
 
     Where MLX has no fused attention (CUDA at these head sizes), its fallback written out: without the product with a
     scale of 1, and without what the fallback costs the host. Where it has one, the written-out form is not exact.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-
     seeds: ClassVar[int] = 2 * len(LENGTHS)
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.heads * self.head_dim
 
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         return ((rows, 1, self.unit),)
@@ -54,7 +46,7 @@ class Attention(Site):
     def form(self, backend: str) -> Call | None:
         if backend != "cuda":
             return None
-        repeats, shape = self.heads // self.kv_heads, (1, self.kv_heads, self.heads // self.kv_heads, 1, self.head_dim)
+        repeats, shape = self.repeats, (1, self.kv_heads, self.repeats, 1, self.head_dim)
         result = (1, 1, self.unit)
 
         def alone(q: mx.array, k: mx.array, v: mx.array) -> mx.array:

@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from ..ops import quantized_attention
 from .draw import Draw
+from .heads import OverHeads
 from .program import Program, Unsupported
-from .site import Outputs, Site
+from .site import Outputs
 
 LENGTHS = (1, 2, 17, 63, 300, 512, 600, 1024, 1100, 2049, 3000, 32768)
 CLUSTER = 8  # blocks of a cluster, the most that every device with clusters has
@@ -31,7 +32,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class FastAttention(Site):
+class FastAttention(OverHeads):
     """(q, k, v) or, with `whole`, (q, k, v, rows) -> [1, 1, heads * head_dim]. q: [1, heads, 1, head_dim].
 
     k, v: [1, kv_heads, rows, head_dim]; or for bits > 0 each (packed, scales, biases), as a quantized cache gives them.
@@ -40,24 +41,11 @@ class FastAttention(Site):
     from token to token.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     bits: int = 0
     group_size: int = 0
     whole: bool = False
 
     seeds: ClassVar[int] = len(LENGTHS)
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def repeats(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
 
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         return ((rows, 1, self.unit),)

@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from .draw import Draw
 from .fast import CLUSTER
+from .heads import OverHeads
 from .program import Program, Unsupported
-from .site import Call, Kernel, Outputs, Site
+from .site import Call, Kernel, Outputs
 
 THREADS = 512
 # Beyond, eight blocks a head are too few beside MLX's own kernels, which take as many as there are rows.
@@ -17,28 +18,14 @@ LENGTHS = (600, 1, 2, 7, 8, 9, 31, 63, 129, 255, 256, 257, 300, 511, 512, 513, 1
 
 
 @dataclass(frozen=True)
-class AttentionScores(Site):
+class AttentionScores(OverHeads):
     """(q, k) -> softmax(q @ k), [1, kv_heads, repeats, 1, rows]. q: [1, kv_heads, repeats, 1, head_dim].
 
     k: [1, kv_heads, 1, head_dim, rows], a view of rows whose values are neighbours; the rows may lie apart. More than
     MOST_ROWS of them go through MLX's own operations.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-
     seeds: ClassVar[int] = 2 * len(LENGTHS)
-    one_row: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def repeats(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
 
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """For the longest k that the kernel takes."""

@@ -7,34 +7,19 @@ python3 tests/gpu/in_place.py --sizes e4b,12b,26b --rounds 6 --steps 32
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 import traceback
 from typing import Any
 
 import mlx.core as mx
+from ways import CONTEXT, copied, equal, speed
 
 from straightline.runtime import specialize
 from straightline.runtime.arrays import same_bits
-from straightline.runtime.benchmark.measures import count_primitives
-from straightline.runtime.in_place import InPlace, lease_of
+from straightline.runtime.in_place import InPlace
 from straightline.runtime.kernels import report
 from straightline.runtime.verification.proof import from_random
-
-CONTEXT = {"e4b": 600, "e2b": 600, "12b": 1100, "26b": 1100, "31b": 1100}
-
-
-def greedy(logits: mx.array) -> mx.array:
-    token: mx.array = mx.argmax(logits[:, -1, :], axis=-1)[:, None]
-    return token
-
-
-def copied(caches: list[Any], make: Any) -> list[Any]:
-    copies = make()
-    for copy, cache in zip(copies, caches, strict=True):
-        copy.state = tuple(mx.contiguous(one) + 0 if isinstance(one, mx.array) else one for one in cache.state)
-    return copies
 
 
 def one(name: str, rounds: int, steps: int, tokens: int, reduced: bool) -> bool:
@@ -67,52 +52,8 @@ def one(name: str, rounds: int, steps: int, tokens: int, reduced: bool) -> bool:
         return run
 
     sides = {which: side(which) for which in caches}
-    token = mx.array([[23]])
-    departs = dict.fromkeys(sides, "")
-    for step in range(steps):
-        logits = {which: run(token) for which, run in sides.items()}
-        if step == steps - 1:
-            for which, found in logits.items():
-                print(f"{name}: {which}: {count_primitives([found])} primitives")
-        mx.eval(list(logits.values()))
-        for which, found in logits.items():
-            if not departs[which] and not same_bits(found, logits["mlx-lm"]):
-                departs[which] = f"departs at step {step}"
-        token = greedy(logits["mlx-lm"])
-    for which, found in departs.items():
-        leased = which != "mlx-lm" and lease_of(caches[which]) is not None
-        print(f"{name}: {which}: {found or f'equal at {steps} steps'}; leased {leased}", flush=True)
-    rates: dict[str, list[float]] = {which: [] for which in sides}
-    for _ in range(rounds + 1):
-        for which, run in sides.items():
-            held = greedy(run(token))
-            mx.async_eval(held)
-            start = time.perf_counter()
-            for _ in range(tokens):
-                following = greedy(run(held))
-                mx.async_eval(following)
-                held.item()
-                held = following
-            rates[which].append(tokens / (time.perf_counter() - start))
-    for which, found in rates.items():
-        found, base = found[1:], rates["mlx-lm"][1:]
-        ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-        parts = []
-        for _ in range(15):
-            start = time.perf_counter()
-            logits = sides[which](token)
-            built = time.perf_counter()
-            mx.async_eval(logits)
-            sent = time.perf_counter()
-            mx.synchronize()
-            parts.append((built - start, sent - built, time.perf_counter() - sent))
-        build, dispatch, wait = (1e3 * statistics.median(column) for column in zip(*parts, strict=True))
-        print(
-            f"{name}: {which:<9} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
-            f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
-            f"wait {wait:.2f}",
-            flush=True,
-        )
+    token, departs = equal(name, sides, caches, steps)
+    speed(name, sides, token, rounds, tokens)
     for which in routes:
         for index, (mine, other) in enumerate(zip(caches[which], caches["mlx-lm"], strict=True)):
             if not (same_bits(mine.keys, other.keys) and same_bits(mine.values, other.values)):

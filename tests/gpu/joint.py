@@ -6,21 +6,18 @@ mlx-lm's, at full size on a GPU. Bits first, then speed. About 50 s a size; exit
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 import traceback
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import mlx.core as mx
-from in_place import CONTEXT, copied, greedy
 from machine import describe
+from ways import CONTEXT, copied, equal, speed
 
 from straightline.runtime import bound, products, specialize
-from straightline.runtime.arrays import same_bits
-from straightline.runtime.benchmark.measures import count_primitives
-from straightline.runtime.in_place import lease_of
 from straightline.runtime.joint import find_joints
 from straightline.runtime.kernels import Attention, PerLayerEnd, ProductHeads
 from straightline.runtime.kernels.states import running
@@ -81,10 +78,11 @@ def race(size: str, options: argparse.Namespace) -> bool:
     mx.eval(proof.oracle(prompt, cache=filled), [cache.state[:2] for cache in filled])
     callables: dict[str, Any] = {"mlx-lm": proof.oracle, **models}
     caches = {name: copied(filled, proof.oracle.make_cache) for name in callables}
-    token = equal(size, callables, caches, options.steps)
-    if token is None:
+    sides = {name: partial(model, cache=caches[name]) for name, model in callables.items()}
+    token, departs = equal(size, sides, caches, options.steps)
+    if any(departs.values()):
         return False
-    speed(size, callables, caches, token, options)
+    speed(size, sides, token, options.rounds, options.tokens)
     return True
 
 
@@ -108,65 +106,6 @@ def specialized(model: Any, name: str, options: argparse.Namespace) -> Any:
     reasons = [told.decode_reason, told.kernels_reason, told.in_place_reason, told.compiled_reason]
     print(f"  {name}: {', '.join(filter(None, reasons)) or 'decode in place, compiled'}", flush=True)
     return made
-
-
-def equal(size: str, callables: dict[str, Any], caches: dict[str, list[Any]], steps: int) -> mx.array | None:
-    """The token to go on with; None if a side departs."""
-    token, departs = mx.array([[23]]), dict.fromkeys(callables, "")
-    for step in range(steps):
-        logits = {name: model(token, cache=caches[name]) for name, model in callables.items()}
-        if step == steps - 1:
-            counts = {name: count_primitives([found]) for name, found in logits.items()}
-        mx.eval(list(logits.values()))
-        for name, found in logits.items():
-            if not departs[name] and not same_bits(found, logits["mlx-lm"]):
-                departs[name] = f"departs at step {step}"
-        token = greedy(logits["mlx-lm"])
-    for name, found in departs.items():
-        leased = name != "mlx-lm" and lease_of(caches[name]) is not None
-        print(f"{size}: {name:<18} {found or f'equal at {steps} steps'}; {counts[name]} primitives; leased {leased}")
-    return None if any(departs.values()) else token
-
-
-def speed(
-    size: str, callables: dict[str, Any], caches: dict[str, list[Any]], token: mx.array, options: argparse.Namespace
-) -> None:
-    rates: dict[str, list[float]] = {name: [] for name in callables}
-    for _ in range(options.rounds + 1):
-        for name, model in callables.items():
-            held = greedy(model(token, cache=caches[name]))
-            mx.async_eval(held)
-            start = time.perf_counter()
-            for _ in range(options.tokens):
-                following = greedy(model(held, cache=caches[name]))
-                mx.async_eval(following)
-                held.item()
-                held = following
-            rates[name].append(options.tokens / (time.perf_counter() - start))
-    for name, found in rates.items():
-        found, base = found[1:], rates["mlx-lm"][1:]
-        ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-        build, dispatch, wait = parts(callables[name], caches[name], token)
-        print(
-            f"{size}: {name:<18} x{ratio:.2f}, best over best x{max(found) / max(base):.2f}; tok/s "
-            f"{statistics.median(found):.1f}, best {max(found):.1f}; ms build {build:.2f} dispatch {dispatch:.2f} "
-            f"wait {wait:.2f}",
-            flush=True,
-        )
-
-
-def parts(model: Any, cache: list[Any], token: mx.array) -> tuple[float, ...]:
-    """Milliseconds to build a token's graph, to hand it to the device, and until that is done. Medians."""
-    found = []
-    for _ in range(15):
-        start = time.perf_counter()
-        logits = model(token, cache=cache)
-        built = time.perf_counter()
-        mx.async_eval(logits)
-        sent = time.perf_counter()
-        mx.synchronize()
-        found.append((built - start, sent - built, time.perf_counter() - sent))
-    return tuple(1e3 * statistics.median(column) for column in zip(*found, strict=True))
 
 
 def parse() -> argparse.Namespace:
