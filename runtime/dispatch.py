@@ -10,6 +10,7 @@ REASONS = (
     "kernels_reason",
     "in_place_reason",
     "compiled_reason",
+    "block_reason",
 )
 
 
@@ -24,6 +25,8 @@ class Dispatch:
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
+    block_reason: why blocks of a few tokens take `forward` in place of the functions of `decode`, or "": those of one
+    shape, if it begins with one.
     tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
     was measured, or why not).
     """
@@ -41,6 +44,7 @@ class Dispatch:
         self.kernels_reason = ""
         self.in_place_reason = ""
         self.compiled_reason = ""
+        self.block_reason = ""
         self.tier = "exact"
         self.tier_sites: dict[str, tuple[str, str]] = {}
 

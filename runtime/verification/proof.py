@@ -114,6 +114,7 @@ def decoding(model: Any) -> dict[str, str]:
     """How single tokens are served."""
     return {
         "one token": model.dispatch.decode_reason or "by decode",
+        "blocks": model.dispatch.block_reason or "by decode, from the second of a shape that is exact",
         "in place": model.dispatch.in_place_reason or "K/V of single tokens",
     }
 
