@@ -43,7 +43,7 @@ class WrittenOut:
         self.least = mx.array(mx.finfo(dtype).min, dtype)
 
     def mask(self, mask: mx.array | None, batch: int, length: int) -> tuple[mx.array, mx.array] | None:
-        """The mask, bool [L, rows] or [B, 1, L, rows], and what stands where it is False: both as large as the scores."""
+        """The mask, bool [L, rows] or [B, 1, L, rows], and what stands where it is False, both shaped as the scores."""
         if mask is None:
             return None
         if mask.ndim > 2 and len(self.heads) > 1:
