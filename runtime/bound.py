@@ -19,7 +19,7 @@ from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, in_place_sites, leasable, run, sites_over_slots
+from .in_place import InPlace, Lease, in_place_sites, leasable, lying, put_off, run, sites_over_slots
 from .joint import find_joints, let_wait, reading
 from .kernels import Attention, QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
@@ -71,6 +71,7 @@ class Earlier(NamedTuple):
     decode_checked: frozenset[tuple[int, str]] = frozenset()
     batch_checked: frozenset[int] = frozenset()
     in_place_checked: frozenset[int] = frozenset()
+    by_token_reason: str = ""
     compiled_reason: str = ""
     kernels_reason: str = ""
     tier_checked: frozenset[tuple[int, str, bool]] = frozenset()
@@ -84,6 +85,7 @@ class Bound:
 
         decode_reason: why `decode` serves no token, or "". quantized_reason: why it serves none over quantized K/V, or
         "". batch_reason: why it serves no batch of one, or "". in_place_reason: why it never writes in place, or "".
+        by_token_reason: why it does not over rings whose rows lie token by token, or "".
         compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
@@ -93,6 +95,7 @@ class Bound:
         self.decode_checked = earlier.decode_checked
         self.batch_checked = earlier.batch_checked
         self.in_place_checked = earlier.in_place_checked
+        self.by_token_reason = earlier.by_token_reason
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
         self.tier_checked = earlier.tier_checked
@@ -151,6 +154,7 @@ class Bound:
             self.decode_checked,
             self.batch_checked,
             self.in_place_checked,
+            self.by_token_reason,
             self.compiled_reason,
             self.kernels_reason,
             self.tier_checked,
@@ -242,20 +246,33 @@ class Bound:
             return route
         if self.compiled_reason:
             route = route._replace(in_place=route.in_place.uncompiled())
-        if self.form in self.in_place_checked:
-            return route
-        refused = in_place_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
-        if refused and not self.compiled_reason:
-            self.compiled_reason = refused
-            return self._checked_in_place(file, route)
-        self.in_place_reason = refused
-        self.in_place_checked |= frozenset(() if refused else (self.form,))
-        return route._replace(in_place=None) if refused else route
+        refused_for = partial(
+            in_place_refused, self.weights, route, partial(caches_for, file.CACHES), self.vocabulary
+        )
+        if self.form not in self.in_place_checked:
+            refused = refused_for()
+            if refused and not self.compiled_reason:
+                self.compiled_reason = refused
+                return self._checked_in_place(file, route)
+            self.in_place_reason = refused
+            if refused:
+                return route._replace(in_place=None)
+            self.in_place_checked |= frozenset((self.form,))
+            if route.in_place.by_token is not None:
+                self.by_token_reason = self.by_token_reason or refused_for(by_token=True)
+        return route._replace(in_place=route.in_place._replace(by_token=None)) if self.by_token_reason else route
 
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""
-        if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
-            Lease(caches, route.guard, route.whole)
+        if route.in_place is None or not leasable(caches):
+            return
+        if not evaluate([(cache.keys, cache.values) for cache in caches]):
+            return
+        found = lying(caches)
+        if found is None or (route.in_place.by_token is None and any(map(any, found))):
+            put_off(caches)
+        else:
+            Lease(caches, route.guard, route.whole, found)
 
     def as_sequence(self, route: Route, caches: list[Any]) -> None:
         """After a token of `forward` over batch caches: whether `decode` takes the next ones, as of one sequence."""

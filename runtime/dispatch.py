@@ -9,6 +9,7 @@ REASONS = (
     "batch_reason",
     "kernels_reason",
     "in_place_reason",
+    "by_token_reason",
     "compiled_reason",
 )
 
@@ -24,6 +25,7 @@ class Dispatch:
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
+    by_token_reason: why it does so over rings whose rows lie token by token, as a prompt of the window leaves them, or "".
     tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
     was measured, or why not).
     """
@@ -40,6 +42,7 @@ class Dispatch:
         self.batch_reason = ""
         self.kernels_reason = ""
         self.in_place_reason = ""
+        self.by_token_reason = ""
         self.compiled_reason = ""
         self.tier = "exact"
         self.tier_sites: dict[str, tuple[str, str]] = {}
