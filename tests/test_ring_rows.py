@@ -138,7 +138,7 @@ def test_rows_that_lie_otherwise(name: str) -> None:
 
 
 def test_rows_that_are_surely_head_by_head_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("straightline.runtime.in_place.lying.bits", None)
+    monkeypatch.setattr("straightline.runtime.in_place.row_order.bits", None)
     ring, growing = RotatingKVCache(8), KVCache()
     for length in (7, 1, 1):
         for cache in (ring, growing):

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..kv.growing import GrowingKVCache, KVCache
 from ..kv.ring import RotatingKVCache
 from .leased import hand_over
-from .lying import ByToken
+from .row_order import ByToken
 from .sites import InPlace
 from .slot import Clock, Slot
 
