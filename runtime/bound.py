@@ -242,13 +242,13 @@ class Bound:
 
     def _checked_in_place(self, file: ModuleType, route: Route) -> Route:
         """The route as it is exact: with compiled layers, without them, or not in place at all."""
-        if route.in_place is None:
+        in_place = route.in_place
+        if in_place is None:
             return route
         if self.compiled_reason:
-            route = route._replace(in_place=route.in_place.uncompiled())
-        refused_for = partial(
-            in_place_refused, self.weights, route, partial(caches_for, file.CACHES), self.vocabulary
-        )
+            in_place = in_place.uncompiled()
+            route = route._replace(in_place=in_place)
+        refused_for = partial(in_place_refused, self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
         if self.form not in self.in_place_checked:
             refused = refused_for()
             if refused and not self.compiled_reason:
@@ -258,9 +258,9 @@ class Bound:
             if refused:
                 return route._replace(in_place=None)
             self.in_place_checked |= frozenset((self.form,))
-            if route.in_place.by_token is not None:
+            if in_place.by_token is not None:
                 self.by_token_reason = self.by_token_reason or refused_for(by_token=True)
-        return route._replace(in_place=route.in_place._replace(by_token=None)) if self.by_token_reason else route
+        return route._replace(in_place=in_place._replace(by_token=None)) if self.by_token_reason else route
 
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""

@@ -25,7 +25,7 @@ class Dispatch:
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
-    by_token_reason: why it does so over rings whose rows lie token by token, as a prompt of the window leaves them, or "".
+    by_token_reason: why it does so over rings whose rows lie token by token (a prompt of the window leaves such), or "".
     tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
     was measured, or why not).
     """

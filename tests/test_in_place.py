@@ -144,7 +144,6 @@ class Walk:
             assert mine.state[2:] == other.state[2:]
             assert type(mine).__name__ == type(other).__name__
 
-
     def same_strides(self) -> None:
         """Ends the lease."""
         same_strides(*self.caches)
@@ -218,6 +217,21 @@ def test_a_prompt_that_fills_the_ring_exactly(walk: Walk) -> None:
     assert lease is not None and not lease.by_token
     walk.same_caches()
     walk.same_strides()
+
+
+def test_a_ring_by_token_that_is_not_full(walk: Walk) -> None:
+    """mlx-lm's own takes tokens back from a ring that has just become full."""
+    plain = walk.pair.plain
+    walk.caches = plain.make_cache(), plain.make_cache()
+    for caches in walk.caches:
+        mx.eval(plain(toys.tokens(1, 8, walk.vocab, 1), cache=caches))
+        for cache in caches:
+            assert cache.trim(6) == 6
+    for steps in (PATIENCE + 1, 3, 12):
+        walk.decode(steps)
+        assert walk.leased == (steps != 3)
+        walk.same_caches()
+        walk.same_strides()
 
 
 def test_rows_that_lie_in_no_known_way_are_not_leased(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:

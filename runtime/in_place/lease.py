@@ -44,9 +44,7 @@ def _plain(cache: Any) -> bool:
     if cache.keep or keys.shape[2] > cache.max_size:
         return False
     # Before a ring is full, rows that are not surely head by head are about to be moved.
-    return bool(
-        keys.shape[2] == cache.max_size or (cache.head_by_head and cache._idx == cache.offset <= keys.shape[2])
-    )
+    return bool(keys.shape[2] == cache.max_size or (cache.head_by_head and cache._idx == cache.offset <= keys.shape[2]))
 
 
 class Lease:

@@ -107,7 +107,8 @@ def run_walk(
         for call, length in enumerate(calls):
             key, draw = mx.random.split(key)
             ids = mx.random.randint(0, vocab, (walk.batch, length), key=draw)
-            seen = caches if length > 1 or call == len(calls) - 1 else [None] * len(caches)
+            looked_at = length > 1 or call == len(calls) - 1
+            seen = [one if looked_at else None for one in caches]
             taps = [HiddenTap(range(-1, sentinel + 1)) for _ in range(2)]
             try:
                 # mlx-lm needs the stand-ins where layers share quantized K/V; else they are the caches themselves.
