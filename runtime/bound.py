@@ -1,6 +1,6 @@
 """Bound: the generated files of one architecture with one model's weights; or the reason why there are none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -13,15 +13,16 @@ import mlx.nn as nn
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
 from ..codegen.spec import Spec
+from .blocks import Blocks
 from .caches import CacheGuard
-from .decode_check import batch_of_one_refused, decode_refused, in_place_refused, on_gpu
+from .decode_check import IN_A_TRACE, batch_of_one_refused, block_refused, decode_refused, in_place_refused, on_gpu
 from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
 from .in_place import InPlace, Lease, in_place_sites, leasable, lying, put_off, run, sites_over_slots
 from .joint import find_joints, let_wait, reading
-from .kernels import Attention, QKVRope, Site, resolve_all, sites_of
+from .kernels import Attention, Call, QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
 from .kv.device import packing
@@ -32,7 +33,9 @@ from .registry import find_generated
 from .tier import States, fast_refused, fast_route
 from .user_files import find_user_file, make_user_file
 from .watch import changed_since, changes, plain_class, watch
-from .weights import bind, floating
+from .weights import bind, floating, for_blocks
+
+BlockForm = tuple[int, str, tuple[int, ...]]  # see `form_of`; the file; batch, length, whether in batch caches
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Route(NamedTuple):
     """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
 
     sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
-    whole: whether these slots show whole buffers.
+    whole: whether these slots show whole buffers. blocks: what `decode` calls for a few tokens at once, if that pays.
     """
 
     guard: CacheGuard
@@ -59,6 +62,7 @@ class Route(NamedTuple):
     sites: SimpleNamespace
     in_place: InPlace | None
     whole: bool = False
+    blocks: Blocks | None = None
 
 
 class Earlier(NamedTuple):
@@ -72,6 +76,7 @@ class Earlier(NamedTuple):
     batch_checked: frozenset[int] = frozenset()
     in_place_checked: frozenset[int] = frozenset()
     by_token_reason: str = ""
+    blocks_checked: frozenset[BlockForm] = frozenset()
     compiled_reason: str = ""
     kernels_reason: str = ""
     tier_checked: frozenset[tuple[int, str, bool]] = frozenset()
@@ -86,6 +91,7 @@ class Bound:
         decode_reason: why `decode` serves no token, or "". quantized_reason: why it serves none over quantized K/V, or
         "". batch_reason: why it serves no batch of one, or "". in_place_reason: why it never writes in place, or "".
         by_token_reason: why it does not over rings whose rows lie token by token, or "".
+        block_reason: why blocks of a few tokens take `forward`, or those of one shape do, or "".
         compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
         """
@@ -96,6 +102,7 @@ class Bound:
         self.batch_checked = earlier.batch_checked
         self.in_place_checked = earlier.in_place_checked
         self.by_token_reason = earlier.by_token_reason
+        self.blocks_checked = earlier.blocks_checked
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
         self.tier_checked = earlier.tier_checked
@@ -115,6 +122,7 @@ class Bound:
         self.readers: frozenset[str] = frozenset()  # sites that may be given a Waiting
         self.reason = ""
         self.decode_reason = self.quantized_reason = self.batch_reason = self.in_place_reason = ""
+        self.block_reason = ""
         self.tier_sites: States = {}
         try:
             if text.training:
@@ -126,6 +134,7 @@ class Bound:
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
             self.weights.single = self._for_one_token(text, kernels)
+            self.weights.blocks = for_blocks(self.weights)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, kernels) for file in self.files)
             self.vocabulary = spec.vocab_size
@@ -138,7 +147,7 @@ class Bound:
                 self.decode_reason = self._check_decode()
                 self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
-                self.routes = tuple(route._replace(decode=None, in_place=None) for route in self.routes)
+                self.routes = tuple(route._replace(decode=None, in_place=None, blocks=None) for route in self.routes)
             self.routes = tuple(map(self._checked_quantized, self.files, self.routes))
             self.batch_reason = self._check_batch()
             self.routes = tuple(map(self._checked_in_place, self.files, self.routes))
@@ -155,6 +164,7 @@ class Bound:
             self.batch_checked,
             self.in_place_checked,
             self.by_token_reason,
+            self.blocks_checked,
             self.compiled_reason,
             self.kernels_reason,
             self.tier_checked,
@@ -183,9 +193,11 @@ class Bound:
     def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
         sites, dtype = sites_of(file), stream_dtype(text)
         calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
+        guard, in_place, blocks = CacheGuard(file.CACHES), None, None
+        if not guard.quantized:
+            blocks = self._blocks(file, vars(calls), dtype)
         for name in self.readers & set(sites):
             setattr(calls, name, reading(name, getattr(calls, name)))
-        guard, in_place = CacheGuard(file.CACHES), None
         if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
@@ -194,7 +206,12 @@ class Bound:
             if isinstance(site, QKVRope) and site.kv_heads:
                 setattr(calls, name, _storing(getattr(calls, name)))
         calls.sliding_layer = calls.full_layer = run
-        return Route(guard, file.forward, file.decode, calls, in_place)
+        return Route(guard, file.forward, file.decode, calls, in_place, blocks=blocks)
+
+    def _blocks(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> Blocks | None:
+        blocks = Blocks(file, calls, dtype)
+        self.block_reason = "" if blocks.pays else "no fused site is other than MLX's own operations here"
+        return blocks if blocks.pays else None
 
     def _check_decode(self) -> str:
         """Of the file for plain K/V, if there is one: what the others share with it is all but their caches."""
@@ -261,6 +278,29 @@ class Bound:
             if in_place.by_token is not None:
                 self.by_token_reason = self.by_token_reason or refused_for(by_token=True)
         return route._replace(in_place=in_place._replace(by_token=None)) if self.by_token_reason else route
+
+    def block(self, route: Route, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace | None:
+        """What `decode` calls for ids of this shape, [B, L], over these caches; None if `forward` takes them.
+
+        Of each form the first goes through `forward`. The second time it is asked for, both are compared.
+        """
+        blocks = route.blocks
+        padded = type(caches[0].offset) is not int
+        form = (*shape, padded)
+        # Chunks of a prompt in batch caches may move rows of their own accord.
+        if blocks is None or (padded and shape[1] > 1) or not blocks.due(form, caches):
+            return None
+        checked = self.form, blocks.file.FINGERPRINT, form
+        if checked not in self.blocks_checked:
+            caches_of_file = partial(caches_for, blocks.file.CACHES)
+            refused = block_refused(self.weights, route, shape, padded, caches_of_file, self.vocabulary)
+            if refused:
+                if refused != IN_A_TRACE:
+                    blocks.refuse(form)
+                    self.block_reason = f"{shape[0]} by {shape[1]} tokens: {refused}"
+                return None
+            self.blocks_checked |= {checked}
+        return blocks.begin(shape, caches)
 
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""

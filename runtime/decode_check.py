@@ -20,6 +20,8 @@ from .taps import no_tap
 PROMPT = 5
 FILLED = 512  # rows, where no ring says how many
 STEPS = 2
+ONE = (1, 1)
+IN_A_TRACE = "nothing can be compared inside mx.compile"
 
 
 def on_gpu() -> bool:
@@ -28,28 +30,81 @@ def on_gpu() -> bool:
 
 def decode_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
     """Why `decode` is not to be used; empty if its logits and caches are those of `forward`, byte for byte."""
-    return _refused(weights, route, make_caches(), copy.deepcopy, vocabulary)
+
+    def caches() -> tuple[list[Any], list[Any]]:
+        ours = after_prompt(weights, route, make_caches(), 1, PROMPT, vocabulary)
+        return ours, copy.deepcopy(ours)
+
+    return _refused(weights, route, caches, ONE, _one_token(weights, route), vocabulary)
 
 
 def batch_of_one_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
     """The same for `decode` over caches of one sequence, beside `forward` over batch caches of that sequence alone."""
-    return _refused(weights, route, make_caches(), lambda caches: [one.merge([one]) for one in caches], vocabulary)
+
+    def caches() -> tuple[list[Any], list[Any]]:
+        ours = after_prompt(weights, route, make_caches(), 1, PROMPT, vocabulary)
+        return ours, [one.merge([one]) for one in ours]
+
+    return _refused(weights, route, caches, ONE, _one_token(weights, route), vocabulary)
+
+
+def block_refused(
+    weights: Any,
+    route: Any,
+    shape: tuple[int, int],
+    padded: bool,
+    make_caches: Callable[[], list[Any]],
+    vocabulary: int,
+) -> str:
+    """The same for `decode` over blocks of this shape, [B, L]. padded: in batch caches, after prompts unlike in length."""
+    batch, _ = shape
+
+    def caches() -> tuple[list[Any], list[Any]]:
+        if not padded:
+            ours = after_prompt(weights, route, make_caches(), batch, PROMPT, vocabulary)
+            return ours, copy.deepcopy(ours)
+        alone = [after_prompt(weights, route, make_caches(), 1, PROMPT + row, vocabulary) for row in range(batch)]
+        ours, theirs = ([one[0].merge(list(one)) for one in zip(*alone, strict=True)] for _ in range(2))
+        return ours, theirs
+
+    def decode(ids: mx.array, caches: list[Any]) -> mx.array:
+        found: mx.array = route.decode(weights.blocks, route.blocks.begin(shape, caches), ids, caches, no_tap)
+        return found
+
+    return _refused(weights, route, caches, shape, decode, vocabulary)
+
+
+def after_prompt(weights: Any, route: Any, caches: list[Any], batch: int, length: int, vocabulary: int) -> list[Any]:
+    """The caches after a prompt through `forward`, another for each row."""
+    route.forward(weights, _ids(batch, length, vocabulary), caches, no_tap)
+    return caches
+
+
+def _ids(batch: int, length: int, vocabulary: int, start: int = 0) -> mx.array:
+    ids: mx.array = (mx.arange(start, start + length)[None] + mx.arange(batch)[:, None]) % vocabulary
+    return ids
+
+
+def _one_token(weights: Any, route: Any) -> Callable[[mx.array, list[Any]], mx.array]:
+    return lambda ids, caches: route.decode(weights.single, route.sites, ids, caches, no_tap)
 
 
 def _refused(
-    weights: Any, route: Any, ours: list[Any], twins: Callable[[list[Any]], list[Any]], vocabulary: int
+    weights: Any,
+    route: Any,
+    make_caches: Callable[[], tuple[list[Any], list[Any]]],
+    shape: tuple[int, int],
+    decode: Callable[[mx.array, list[Any]], mx.array],
+    vocabulary: int,
 ) -> str:
-    """A prompt through `forward`; then tokens through `decode` into ours, and through `forward` into the twins."""
-    ids = mx.array([[index % vocabulary for index in range(PROMPT)]])
+    """Ids of `shape` through `decode` into ours, and through `forward` into the twins that come with them."""
     try:
-        if not evaluate(route.forward(weights, ids, ours, no_tap)):
-            return "nothing can be compared inside mx.compile"
-        theirs = twins(ours)
+        ours, theirs = make_caches()
+        if not evaluate([_arrays(cache) for cache in theirs]):
+            return IN_A_TRACE
         for step in range(STEPS):
-            token = ids[:, step : step + 1]
-            found = route.decode(weights.single, route.sites, token, ours, no_tap)
-            expected = route.forward(weights, token, theirs, no_tap)
-            if not _same(found, expected):
+            ids = _ids(*shape, vocabulary, step)
+            if not _same(decode(ids, ours), route.forward(weights, ids, theirs, no_tap)):
                 return f"its logits differ from those of forward at step {step}"
             for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
                 if not all(map(_same, _arrays(mine), _arrays(other))):
@@ -70,7 +125,7 @@ def in_place_refused(
     try:
         for caches in (ours, theirs):
             if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
-                return "nothing can be compared inside mx.compile"
+                return IN_A_TRACE
             fill(caches, by_token)
         how = [(by_token, by_token) if hasattr(cache, "max_size") else (False, False) for cache in ours]
         lease = Lease(ours, route.guard, by_token=how)

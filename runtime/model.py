@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
+from .blocks import MOST, stay_together
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
 from .errors import StraightlineError
@@ -61,11 +62,12 @@ class Specialized(Watched):
             bound = None  # let go of, as in _bind
             bound = self._bind()
         reason = bound.refuse(inputs, input_embeddings, per_layer_inputs, unknown)
-        route, lease, single, given = None, None, False, cache
+        route, lease, single, block, given = None, None, False, None, cache
         if not reason:
             assert inputs is not None
             # An edited stream has another input norm than the one that `decode` has worked out by then.
-            single = inputs.size == 1 and (tap is None or not tap.edits)
+            unedited = tap is None or not tap.edits
+            single = unedited and inputs.size == 1
             sequence = sequence_of(cache)
             if sequence is not None:
                 if single and not bound.batch_reason:
@@ -93,7 +95,15 @@ class Specialized(Watched):
         decode = route.decode if single else None
         if lease is not None and decode is None:
             give_all_back(cache)
-        if cache is None:
+        if unedited and not single and inputs.size <= MOST and cache is not None:
+            block = bound.block(route, cast(tuple[int, int], inputs.shape), cache)
+            self.dispatch.block_reason = bound.block_reason
+        if block is not None:
+            assert route.decode is not None and cache is not None
+            logits = route.decode(bound.weights.blocks, block, inputs, cache, hook)
+            if type(cache[0].offset) is not int:
+                stay_together(cache)
+        elif cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
             if cache is not given:  # A token was interrupted, so these are at several positions.

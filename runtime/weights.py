@@ -210,6 +210,34 @@ def summed_experts(down: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return summed_experts
 
 
+def for_blocks(weights: Any) -> Any:
+    """`decode`'s weights for several tokens, whose experts go through mlx-lm's SwitchGLU as a whole: it sorts them."""
+    if not hasattr(weights.layers[0], "switch_glu"):
+        return weights
+    several = SimpleNamespace(**vars(weights))
+    several.layers = [
+        SimpleNamespace(
+            **vars(layer) | {"gated_experts": _not_yet, "summed_experts": summed_experts_of_block(layer.switch_glu)}
+        )
+        for layer in weights.layers
+    ]
+    return several
+
+
+def _not_yet(x: mx.array, chosen: mx.array, geglu: Any) -> mx.array:
+    return x
+
+
+def summed_experts_of_block(switch_glu: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """(x, chosen, gates) -> the sum over the chosen experts of what they give, times their gates."""
+
+    def summed_experts(x: mx.array, chosen: mx.array, gates: mx.array) -> mx.array:
+        total: mx.array = (mx.expand_dims(gates, -1) * switch_glu(x, chosen)).sum(-2)
+        return total
+
+    return summed_experts
+
+
 def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
     """K = V layers have no v_proj."""
     return [part for part in (_find(module, path) for path in paths) if part is not None]

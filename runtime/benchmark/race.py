@@ -23,7 +23,7 @@ SINGLE = 15  # calls by themselves, for build, dispatch and wait
 FEWEST = 3  # rounds, whatever the budget
 SHARES = 16  # rounds that a budget is cut into
 FOR_ROUNDS = 0.75  # of a budget
-PEAKS = 3  # the lowest counts: how late MLX lets go of an array is a matter of timing
+PEAKS = 6  # the lowest counts: how late MLX lets go of an array is a matter of timing
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,18 @@ def launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype, seve
 
 
 def rows_launcher(site: Site, program: Program, kernel: Kernel, dtype: mx.Dtype) -> Call:
-    """Any number of rows: the grid follows from the size of the first input."""
+    """Any number of rows: the grid follows from the shape of the first input, [batch, length, ...]."""
     dtypes = site.dtypes(dtype)
     threads = (program.threads, 1, 1)
-    launches: dict[int, tuple[tuple[tuple[int, ...], ...], tuple[int, int, int]]] = {}
+    launches: dict[tuple[int, ...], tuple[int, tuple[tuple[int, ...], ...], tuple[int, int, int]]] = {}
 
     def call(*inputs: Any) -> Any:
-        rows = inputs[0].size // site.unit
-        if rows not in launches:
-            launches[rows] = site.shapes(rows), (program.threads * program.blocks, program.lines * rows, 1)
-        shapes, grid = launches[rows]
+        batch, length, *_ = block = inputs[0].shape
+        if block not in launches:
+            rows = batch * length
+            grid = (program.threads * program.blocks, program.lines * rows, 1)
+            launches[block] = rows, site.shapes_of_block(batch, length), grid
+        rows, shapes, grid = launches[block]
         results = kernel(
             inputs=site.spread(inputs, rows),
             output_shapes=shapes,

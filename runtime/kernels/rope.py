@@ -43,6 +43,10 @@ class QKVRope(Site):
         q, *kv = ((rows, count, 1, self.head_dim) for count in heads)
         return ((rows, self.grouped, self.heads // self.grouped, 1, self.head_dim) if self.grouped else q, *kv)
 
+    def shapes_of_block(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """A token's heads are neighbours, here as in what it reads."""
+        return self.shapes(batch * length)
+
     def plain(self, *inputs: Any) -> Outputs:
         qkv, q_norm, *rest = inputs
         k_norm = rest.pop(0) if self.kv_heads else None

@@ -15,7 +15,7 @@ Kernel = Callable[..., list[mx.array]]
 
 
 class Site(ABC):
-    """One token a row (L = 1). The call of a site takes what `plain` takes and returns what it returns."""
+    """One token a row. The call of a site takes what `plain` takes and returns what it returns."""
 
     seeds: ClassVar[int] = 24  # of the self-check
     one_row: ClassVar[bool] = False  # has no kernel for more than one row
@@ -28,6 +28,10 @@ class Site(ABC):
     @abstractmethod
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the outputs for this many rows."""
+
+    def shapes_of_block(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """The same for the tokens of a block, [batch, length, ...], each of which is a row."""
+        return tuple((batch, length, *shape[2:]) for shape in self.shapes(1))
 
     def dtypes(self, dtype: mx.Dtype) -> tuple[mx.Dtype, ...]:
         """Those of the outputs, for a stream of this dtype."""

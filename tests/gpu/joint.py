@@ -71,9 +71,8 @@ def race(size: str, options: argparse.Namespace) -> bool:
     for one in running(list(models.values())[-1]):
         if ", " in one.name or one.state == "plain":
             print(f"  {one.state:<12} {one.name:<36} {one.reason[:60]:<60} {one.site:.150}")
-    prompt = mx.array(
-        [[(7919 * index) % proof.vocabulary for index in range(20 if options.reduced else CONTEXT[size])]]
-    )
+    length = 20 if options.reduced else options.context or CONTEXT[size]
+    prompt = mx.array([[(7919 * index) % proof.vocabulary for index in range(length)]])
     filled = proof.oracle.make_cache()
     mx.eval(proof.oracle(prompt, cache=filled), [cache.state[:2] for cache in filled])
     callables: dict[str, Any] = {"mlx-lm": proof.oracle, **models}
@@ -112,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--sizes", default="e4b,12b,26b", help="which, in order (default: %(default)s)")
     parser.add_argument("--ways", default=";".join(WAYS), help="which, by semicolons (default: %(default)s)")
+    parser.add_argument("--context", type=int, help="tokens before (default: 600 or 1100)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=20)

@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.jobs:
         print("\n".join(f"{job.name:<18} {job.limit:4.0f} s  {job.command}" for job in options.table))
         return 0
+    if options.check:
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what `finally` says is then done
     session = Session(options.commit, started, options.deadline)
     return max([session.run(job) for job in options.jobs])
@@ -188,6 +190,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("jobs", nargs="*", metavar="JOB")
     parser.add_argument("--commit", default="unknown", help="of this checkout: there is no git on the machine")
     parser.add_argument("--deadline", type=float, default=560, help="seconds from the start (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="only say whether there are such jobs")
     parser.add_argument("--table", type=Path, default=HERE / "jobs.txt", help="other jobs")
     options = parser.parse_args(arguments)
     options.table = read(options.table)

@@ -1,0 +1,125 @@
+"""Blocks: a few tokens at once through the functions of `decode`, each token a row of its fused sites.
+
+Several tokens of a sequence (a draft to be verified), or one of each of several (a batch). What they need beyond one
+token is a mask, and a position for each row. All else in the file is the same: they launch about as much as one does.
+"""
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter, is_
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+
+from .evaluation import evaluate
+from .in_place import run
+from .kernels import Attention, QKVRope, sites_of
+from .kernels.site import Call, stands_in
+
+MOST = 32  # tokens: beyond, the device is the limit and not the host
+PATIENCE = 2  # blocks of a form, before it is checked whether these are exact
+APART = 64  # blocks of batch caches that are not together, before it is looked again
+OFFSET = attrgetter("offset")
+
+
+class Blocks:
+    """Of one generated file, for plain K/V. calls: what serves each of its sites.
+
+    pays: whether any of them is other than what `forward` does. written_out: whether all attention is.
+    """
+
+    def __init__(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> None:
+        sites = sites_of(file)
+        self.file = file
+        attention = {name: site for name, site in sites.items() if isinstance(site, Attention)}
+        self.written_out = all(stands_in(calls[name], site) for name, site in attention.items())
+        self.pays = any(stands_in(calls[name], site) for name, site in sites.items())
+        self._calls = dict(calls) | {"sliding_layer": run, "full_layer": run}
+        self._heads = {name: bool(site.kv_heads) for name, site in sites.items() if isinstance(site, QKVRope)}
+        kinds = {kind: (index, window) for index, (kind, window, *_) in reversed([*enumerate(file.CACHES)])}
+        self._attention = {
+            name: (site.masked(self.written_out, dtype), self.written_out and site.repeats > 1, *kinds[kind])
+            for kind in kinds
+            for name, site in attention.items()
+            if name == f"{kind}_attention"
+        }
+        self._asked: dict[tuple[int, ...], int] = {}
+
+    def due(self, form: tuple[int, ...], caches: list[Any]) -> bool:
+        """Whether blocks of this form may go this way: over caches at one position, and not for the first time."""
+        times = self._asked[form] = self._asked.get(form, 0) + 1
+        if times < PATIENCE:
+            return False
+        if together(caches):
+            return True
+        if type(caches[0].offset) is not int:
+            self._asked[form] = -APART  # looking has waited for the device
+        return False
+
+    def refuse(self, form: tuple[int, ...]) -> None:
+        """Those of this form are never due again."""
+        self._asked[form] = -sys.maxsize
+
+    def begin(self, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace:
+        """What `decode` calls for a block of ids of this shape, [B, L]."""
+        batch, length = shape
+        positions = offset = caches[0].offset
+        if type(offset) is int:
+            positions = mx.array([*range(offset, offset + length)] * batch, dtype=mx.int32)
+        calls = dict(self._calls)
+        for name, stores in self._heads.items():
+            calls[name] = partial(_stored if stores else _turned, calls[name], positions, shape)
+        for name, (call, grouped, index, window) in self._attention.items():
+            mask = caches[index].make_mask(length, return_array=self.written_out, window_size=window)
+            if grouped and mask is not None and mask.ndim > 2:
+                mask = mx.expand_dims(mask, -3)
+            calls[name] = partial(_masked, call, mask)
+        return SimpleNamespace(**calls)
+
+
+def together(caches: list[Any]) -> bool:
+    """Whether all are at one position: a number, or in batch caches one for each row, which `stay_together` keeps."""
+    offsets = list(map(OFFSET, caches))
+    first = offsets[0]
+    if type(first) is int:
+        return all(type(offset) is int and offset == first for offset in offsets)
+    known = getattr(caches[0], "together", ())
+    if len(known) == len(offsets) and all(map(is_, known, offsets)):
+        return True
+    if any(type(offset) is not mx.array or offset.shape != first.shape for offset in offsets):
+        return False
+    return evaluate(offsets) and bool(mx.all(mx.stack(offsets) == first).item())
+
+
+def stay_together(caches: list[Any]) -> None:
+    """After one token of each row, over batch caches that were together: so are they still."""
+    caches[0].together = list(map(OFFSET, caches))
+
+
+def _masked(call: Call, mask: Any, q: mx.array, k: mx.array, v: mx.array) -> Any:
+    return call(q, k, v, mask)
+
+
+def _stored(call: Call, positions: mx.array, shape: tuple[int, int], cache: Any, *inputs: mx.array) -> Any:
+    """q, and all keys and values of the cache. inputs: those of QKVRope, with the one position of `decode`."""
+    qkv, q_norm, k_norm, _, *freqs = inputs
+    q, k, v = (_by_head(one, shape) for one in call(qkv, q_norm, k_norm, positions, *freqs))
+    return q, *cache.update_and_fetch(k, v)
+
+
+def _turned(call: Call, positions: mx.array, shape: tuple[int, int], *inputs: mx.array) -> mx.array:
+    q, q_norm, _, *freqs = inputs
+    return _by_head(call(q, q_norm, positions, *freqs), shape)
+
+
+def _by_head(rows: mx.array, shape: tuple[int, int]) -> mx.array:
+    """[B * L, heads, 1, head_dim] as [B, heads, L, head_dim], its values where they are, as MLX's rope leaves them."""
+    batch, length = shape
+    if length == 1:
+        return rows
+    if batch == 1:
+        return rows.transpose(2, 1, 0, 3)
+    _, heads, _, head_dim = rows.shape
+    return rows.reshape(batch, length, heads, head_dim).transpose(0, 2, 1, 3)

@@ -1,0 +1,236 @@
+"""Blocks of a few tokens, and batches, through the functions of `decode`: run on the CPU here, where they never pay."""
+
+from collections import Counter
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import toys
+from comparing import assert_same, assert_same_caches, file_of, mixed
+from pairs import Pair, four_bit, pair
+
+from straightline.runtime import HiddenTap, blocks, make_cache, specialize
+
+
+@pytest.fixture(params=("fused", "written out"))
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Blocks serve as if something had a kernel; attention as MLX's own, and as on a GPU that has none."""
+    made = blocks.Blocks.__init__
+
+    def init(self: Any, file: Any, calls: Any, dtype: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "stands_in", lambda call, site: request.param == "written out")
+            made(self, file, calls, dtype)
+        self.pays = True
+
+    monkeypatch.setattr(blocks.Blocks, "__init__", init)
+    return str(request.param)
+
+
+def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many calls from now on take blocks, and which are compared first."""
+    counts: Counter[str] = Counter()
+    begin = blocks.Blocks.begin
+
+    def counting(self: Any, shape: tuple[int, int], caches: list[Any]) -> Any:
+        counts[f"{shape[0]} by {shape[1]}"] += 1
+        return begin(self, shape, caches)
+
+    monkeypatch.setattr(blocks.Blocks, "begin", counting)
+    return counts
+
+
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+def test_blocks_of_one_sequence(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the window, across it and past it; single tokens between them."""
+    pair = four_bit(toys.SHAPES[shape])
+    counts = counted(pair.model, monkeypatch)
+    mine, plain = pair.model.make_cache(), pair.plain.make_cache()
+    vocab = pair.plain.args.vocab_size
+    for call, length in enumerate((3, 3, 3, 1, 4, 4, 2, 2, 2, 1, 1, 16, 16, 7)):
+        ids = toys.tokens(1, length, vocab, call)
+        assert_same(pair.model(ids, cache=mine), pair.plain(ids, cache=plain), f"logits of call {call}")
+    assert_same_caches(mine, plain)
+    # Before the second of a width, two steps are compared.
+    assert counts == {"1 by 3": 4, "1 by 4": 3, "1 by 2": 4, "1 by 16": 3}
+    assert pair.model.dispatch.block_reason == ""
+
+
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+def test_taps_are_those_of_forward(shape: str, form: str) -> None:
+    pair = four_bit(toys.SHAPES[shape])
+    taps = range(-1, len(pair.plain.layers) + 1)
+    mine, other = pair.model.make_cache(), pair.model.make_cache()
+    for call in range(4):
+        ids = toys.tokens(1, 5, pair.plain.args.vocab_size, call)
+        ours, theirs = HiddenTap(taps), HiddenTap(taps)
+        pair.model(ids, cache=mine, tap=ours)
+        pair.model.monolith(ids, other, tap=theirs)
+        assert_same(dict(sorted(ours.captured.items())), dict(sorted(theirs.captured.items())), f"taps of call {call}")
+
+
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+def test_several_sequences_in_plain_caches(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = four_bit(toys.SHAPES[shape])
+    counts = counted(pair.model, monkeypatch)
+    mine, plain = pair.model.make_cache(), pair.plain.make_cache()
+    for call, length in enumerate((5, 1, 1, 1, 3, 3, 3, 1)):
+        ids = toys.tokens(3, length, pair.plain.args.vocab_size, call)
+        assert_same(pair.model(ids, cache=mine), pair.plain(ids, cache=plain), f"logits of call {call}")
+    assert_same_caches(mine, plain)
+    assert counts == {"3 by 1": 5, "3 by 3": 4}
+
+
+def padded(pair: Pair, lengths: tuple[int, ...], model: Any) -> list[Any]:
+    """Batch caches of prompts of these lengths."""
+    rows = []
+    for row, length in enumerate(lengths):
+        rows.append(model.make_cache())
+        mx.eval(model(toys.tokens(1, length, pair.plain.args.vocab_size, row), cache=rows[-1]))
+    return [one[0].merge(list(one)) for one in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+def test_a_padded_batch(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mlx-lm's server has it, past the window, with rows that leave and others that join."""
+    pair = four_bit(toys.SHAPES[shape])
+    sides = (pair.model, pair.plain)
+    both = [padded(pair, (3, 9, 21), side) for side in sides]
+    counts = counted(pair.model, monkeypatch)
+    vocab = pair.plain.args.vocab_size
+
+    def step(rows: int, length: int, seed: int) -> None:
+        ids = toys.tokens(rows, length, vocab, seed)
+        ours, theirs = (side(ids, cache=caches) for side, caches in zip(sides, both, strict=True))
+        assert_same(ours, theirs, f"logits of step {seed}")
+
+    for seed in range(12):
+        step(3, 1, seed)
+    assert counts == {"3 by 1": 11 + 2}
+    for caches in both:
+        for cache in caches:
+            cache.filter(mx.array([0, 2]))
+    for seed in range(12, 18):
+        step(2, 1, seed)
+    assert counts == {"3 by 1": 13, "2 by 1": 5 + 2}
+    for caches, more in zip(both, (padded(pair, (6,), side) for side in sides), strict=True):
+        for cache, other in zip(caches, more, strict=True):
+            cache.extend(other)
+    for seed in range(18, 24):
+        step(3, 1, seed)
+    step(3, 2, 24)
+    step(3, 2, 25)
+    assert counts == {"3 by 1": 13 + 6, "2 by 1": 7}
+    assert_same_caches(*both)
+
+
+def test_batch_caches_that_are_not_at_one_position(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own offsets then, as in mlx-lm."""
+    pair = four_bit(toys.SHAPES["12b"])
+    both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
+    for caches in both:
+        caches[1].offset = caches[1].offset + 1
+    counts = counted(pair.model, monkeypatch)
+    for seed in range(6):
+        ids = toys.tokens(2, 1, pair.plain.args.vocab_size, seed)
+        assert_same(pair.model(ids, cache=both[0]), pair.plain(ids, cache=both[1]), "logits")
+    assert not counts
+
+
+def test_offsets_that_change_behind_its_back(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = four_bit(toys.SHAPES["12b"])
+    both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
+    for seed in range(8):
+        if seed == 5:
+            for caches in both:
+                caches[1].offset = caches[1].offset + 1
+        ids = toys.tokens(2, 1, pair.plain.args.vocab_size, seed)
+        assert_same(pair.model(ids, cache=both[0]), pair.plain(ids, cache=both[1]), f"logits of step {seed}")
+
+
+def test_with_rollback(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a draft is verified: a block, some of it taken back, a block."""
+    pair = four_bit(toys.SHAPES["e4b"])
+    counts = counted(pair.model, monkeypatch)
+    mine, other = make_cache(pair.model, rollback=True), make_cache(pair.model, rollback=True)
+    for call in range(9):
+        ids = toys.tokens(1, 4, pair.plain.args.vocab_size, call)
+        assert_same(pair.model(ids, cache=mine), pair.model.monolith(ids, other), f"logits of call {call}")
+        for cache in (*mine, *other):
+            cache.trim(call % 4)
+    assert counts == {"1 by 4": 8 + 2}
+
+
+def test_what_takes_forward(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits, no caches, long blocks, caches at several positions."""
+    pair = four_bit(toys.SHAPES["12b"])
+    counts = counted(pair.model, monkeypatch)
+    vocab = pair.plain.args.vocab_size
+    caches, odd = pair.model.make_cache(), pair.model.make_cache()
+    mx.eval(pair.model(toys.tokens(1, 4, vocab), cache=odd))
+    odd[2].trim(1)
+    for call in range(3):
+        ids = toys.tokens(1, 4, vocab, call)
+        pair.model(ids, cache=caches, tap=HiddenTap([1], edit=lambda index, rows: rows))
+        pair.model(ids)
+        pair.model(ids, cache=odd)
+        pair.model(toys.tokens(1, blocks.MOST + 1, vocab), cache=pair.model.make_cache())
+    assert not counts
+
+
+def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = four_bit(toys.SHAPES["12b"])
+    begin = blocks.Blocks.begin
+
+    def wrong(self: Any, shape: tuple[int, int], caches: list[Any]) -> Any:
+        calls = begin(self, shape, caches)
+        if shape == (1, 3):
+            right = calls.layer_end
+            calls.layer_end = lambda *inputs: tuple(one * 1.5 for one in right(*inputs))
+        return calls
+
+    monkeypatch.setattr(blocks.Blocks, "begin", wrong)
+    caches, plain = pair.model.make_cache(), pair.plain.make_cache()
+    for call, length in enumerate((3, 3, 3, 2, 2, 2)):
+        ids = toys.tokens(1, length, pair.plain.args.vocab_size, call)
+        assert_same(pair.model(ids, cache=caches), pair.plain(ids, cache=plain), f"logits of call {call}")
+    assert pair.model.dispatch.block_reason == "1 by 3 tokens: its logits differ from those of forward at step 0"
+    assert {form[:2] for *_, form in pair.model._bound.blocks_checked} == {(1, 2)}
+
+
+def test_new_weights_of_the_same_form_are_not_compared_again(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = four_bit(toys.SHAPES["12b"])
+    vocab = pair.plain.args.vocab_size
+    caches = pair.model.make_cache()
+    for call in range(3):
+        pair.model(toys.tokens(1, 3, vocab, call), cache=caches)
+    counts = counted(pair.model, monkeypatch)
+    for side in (pair.model, pair.plain):
+        side.layers[0].layer_scalar = mx.array([0.5])
+    caches, plain = pair.model.make_cache(), pair.plain.make_cache()
+    for call in range(3):
+        ids = toys.tokens(1, 3, vocab, call)
+        assert_same(pair.model(ids, cache=caches), pair.plain(ids, cache=plain), f"logits of call {call}")
+    assert counts == {"1 by 3": 2}
+
+
+def test_projections_that_stay_apart(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other bits: their results are put side by side."""
+    mixture = pair(toys.SHAPES["12b"], quantize=mixed)
+    counts = counted(mixture.model, monkeypatch)
+    mixture.agree(lengths=(3, 3, 3, 2, 2))
+    assert counts == {"1 by 3": 4, "1 by 2": 3}
+
+
+def test_inside_mx_compile_forward_serves(form: str) -> None:
+    pair = four_bit(toys.SHAPES["12b"])
+    ids = toys.tokens(1, 3, pair.plain.args.vocab_size)
+    call = mx.compile(lambda ids: pair.model(ids, cache=pair.model.make_cache()))
+    for _ in range(3):
+        assert_same(call(ids), pair.plain(ids, cache=pair.plain.make_cache()), "logits")
+
+
+def test_on_this_cpu_they_do_not_pay() -> None:
+    model = specialize(toys.build(toys.D6), file_of(toys.D6), strict=True)
+    assert [route.blocks for route in model._bound.routes] == [None]
+    assert model.dispatch.block_reason == "no fused site is other than MLX's own operations here"
