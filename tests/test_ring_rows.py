@@ -5,15 +5,11 @@ from functools import partial
 from itertools import count
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from comparing import assert_same
 from mlx_lm.models import cache as mlx_lm_cache
 from test_borrowed import interrupted
-from test_in_place import write_heads
 
 from straightline.runtime.in_place import Lease, lying
-from straightline.runtime.kernels import QKVRope, QKVRopeInto
 from straightline.runtime.kv import KVCache, RotatingKVCache
 from straightline.runtime.kv.ours import make_ours
 
@@ -163,16 +159,3 @@ def test_a_lease_gives_rows_back_as_they_lay(by_token: tuple[bool, bool]) -> Non
         _, head, row, value = lay
         assert strides(seen)[1:] == ((head, head, value, row) if view == "k" else (head, head, row, value))
     assert [(strides(rows), rows.tolist()) for rows in (ring.keys, ring.values)] == before
-
-
-@pytest.mark.parametrize("seed", range(1, 8))
-def test_the_plain_form_writes_where_the_kernel_is_told_to(seed: int) -> None:
-    """Whether keys, and whether values, lie token by token takes turns with the seed."""
-    site = QKVRopeInto(QKVRope(4, 2, 8, 1e-6, 10000.0))
-    *own, keys, values, ring, after = site.inputs(seed, dtype=mx.float32)
-    before = np.array(keys), np.array(values)
-    _, *found = site.plain(*own, keys, values, ring, after)
-    _, *heads = site.rope.plain(*own)
-    write_heads(own[3], ring, list(zip(before, heads, strict=True)))
-    assert_same(found, [mx.array(one) for one in before], "buffers")
-    assert not any(mx.array_equal(*pair).item() for pair in zip(found, (keys, values), strict=True))
