@@ -16,6 +16,7 @@ import mlx.core as mx
 from .evaluation import evaluate
 from .in_place import run
 from .kernels import Attention, QKVRope, sites_of
+from .kernels.masked import Fused, WrittenOut
 from .kernels.site import Call, stands_in
 
 MOST = 32  # tokens: beyond, the device is the limit and not the host
@@ -27,24 +28,20 @@ OFFSET = attrgetter("offset")
 class Blocks:
     """Of one generated file, for plain K/V. calls: what serves each of its sites.
 
-    pays: whether any of them is other than what `forward` does. written_out: whether all attention is.
+    pays: whether any of them is other than what `forward` does.
     """
 
     def __init__(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> None:
         sites = sites_of(file)
         self.file = file
         attention = {name: site for name, site in sites.items() if isinstance(site, Attention)}
-        self.written_out = all(stands_in(calls[name], site) for name, site in attention.items())
+        written_out = all(stands_in(calls[name], site) for name, site in attention.items())
+        form = WrittenOut if written_out else Fused
         self.pays = any(stands_in(calls[name], site) for name, site in sites.items())
         self._calls = dict(calls) | {"sliding_layer": run, "full_layer": run}
+        self._attention = {kind: form(attention[f"{kind}_attention"], dtype) for kind, *_ in file.CACHES}
+        self._first = {kind: (index, window) for index, (kind, window) in reversed([*enumerate(file.CACHES)])}
         self._heads = {name: bool(site.kv_heads) for name, site in sites.items() if isinstance(site, QKVRope)}
-        kinds = {kind: (index, window) for index, (kind, window, *_) in reversed([*enumerate(file.CACHES)])}
-        self._attention = {
-            name: (site.masked(self.written_out, dtype), self.written_out and site.repeats > 1, *kinds[kind])
-            for kind in kinds
-            for name, site in attention.items()
-            if name == f"{kind}_attention"
-        }
         self._asked: dict[tuple[int, ...], int] = {}
 
     def due(self, form: tuple[int, ...], caches: list[Any]) -> bool:
@@ -70,12 +67,15 @@ class Blocks:
             positions = mx.array([*range(offset, offset + length)] * batch, dtype=mx.int32)
         calls = dict(self._calls)
         for name, stores in self._heads.items():
-            calls[name] = partial(_stored if stores else _turned, calls[name], positions, shape)
-        for name, (call, grouped, index, window) in self._attention.items():
-            mask = caches[index].make_mask(length, return_array=self.written_out, window_size=window)
-            if grouped and mask is not None and mask.ndim > 2:
-                mask = mx.expand_dims(mask, -3)
-            calls[name] = partial(_masked, call, mask)
+            if stores:
+                views = self._attention[name.removesuffix("_qkv")].views
+                calls[name] = partial(_stored, calls[name], positions, shape, views)
+            else:
+                calls[name] = partial(_turned, calls[name], positions, shape)
+        for kind, (index, window) in self._first.items():
+            attention = self._attention[kind]
+            mask = caches[index].make_mask(length, return_array=attention.takes_arrays, window_size=window)
+            calls[f"{kind}_attention"] = partial(attention, attention.mask(mask, batch, length))
         return SimpleNamespace(**calls)
 
 
@@ -98,15 +98,13 @@ def stay_together(caches: list[Any]) -> None:
     caches[0].together = list(map(OFFSET, caches))
 
 
-def _masked(call: Call, mask: Any, q: mx.array, k: mx.array, v: mx.array) -> Any:
-    return call(q, k, v, mask)
-
-
-def _stored(call: Call, positions: mx.array, shape: tuple[int, int], cache: Any, *inputs: mx.array) -> Any:
+def _stored(
+    call: Call, positions: mx.array, shape: tuple[int, int], views: Call, cache: Any, *inputs: mx.array
+) -> tuple[mx.array, Any, Any]:
     """q, and all keys and values of the cache. inputs: those of QKVRope, with the one position of `decode`."""
     qkv, q_norm, k_norm, _, *freqs = inputs
     q, k, v = (_by_head(one, shape) for one in call(qkv, q_norm, k_norm, positions, *freqs))
-    return q, *cache.update_and_fetch(k, v)
+    return q, *views(*cache.update_and_fetch(k, v))
 
 
 def _turned(call: Call, positions: mx.array, shape: tuple[int, int], *inputs: mx.array) -> mx.array:

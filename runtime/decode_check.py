@@ -56,7 +56,7 @@ def block_refused(
     make_caches: Callable[[], list[Any]],
     vocabulary: int,
 ) -> str:
-    """The same for `decode` over blocks of this shape, [B, L]. padded: in batch caches, after prompts unlike in length."""
+    """The same for `decode` over blocks of this shape, [B, L]; padded: in batch caches, prompts unlike in length."""
     batch, _ = shape
 
     def caches() -> tuple[list[Any], list[Any]]:

@@ -6,7 +6,7 @@ Checkpoint facts end here: which projection is 4-bit, 8-bit, bf16 or wrapped by 
 from collections.abc import Callable
 from functools import reduce
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,6 +53,7 @@ JOINED = {
     "gated": ("mlp.gate_proj", "mlp.up_proj"),
 }
 GATED_EXPERTS = ("experts.switch_glu.gate_proj", "experts.switch_glu.up_proj")
+SORTED = 64  # rows of experts from which mlx-lm's SwitchGLU sorts them
 DOWN_EXPERTS = "experts.switch_glu.down_proj"
 ARRAYS = {"layer_scalar": "layer_scalar", "per_expert_scale": "router.per_expert_scale"}
 
@@ -194,7 +195,7 @@ def gated_experts(gate: Callable[..., mx.array], up: Callable[..., mx.array]) ->
     """(x, chosen, geglu) -> geglu of what the chosen experts' gate and up give. A kernel may do all three at once."""
 
     def gated_experts(x: mx.array, chosen: mx.array, geglu: Callable[..., mx.array]) -> mx.array:
-        x = x.reshape(1, 1, 1, 1, -1)
+        x = mx.expand_dims(x, (2, 3))
         return geglu(gate(x, chosen), up(x, chosen))
 
     return gated_experts
@@ -211,31 +212,28 @@ def summed_experts(down: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def for_blocks(weights: Any) -> Any:
-    """`decode`'s weights for several tokens, whose experts go through mlx-lm's SwitchGLU as a whole: it sorts them."""
+    """`decode`'s weights for several tokens: as many as mlx-lm sorts by expert go through its SwitchGLU as a whole."""
     if not hasattr(weights.layers[0], "switch_glu"):
         return weights
     several = SimpleNamespace(**vars(weights))
-    several.layers = [
-        SimpleNamespace(
-            **vars(layer) | {"gated_experts": _not_yet, "summed_experts": summed_experts_of_block(layer.switch_glu)}
-        )
-        for layer in weights.layers
-    ]
+    several.layers = [SimpleNamespace(**vars(layer) | _experts_of_block(layer)) for layer in weights.layers]
     return several
 
 
-def _not_yet(x: mx.array, chosen: mx.array, geglu: Any) -> mx.array:
-    return x
+def _experts_of_block(layer: Any) -> dict[str, Callable[..., mx.array]]:
+    gated, summed, switch_glu = layer.gated_experts, layer.summed_experts, layer.switch_glu
 
-
-def summed_experts_of_block(switch_glu: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """(x, chosen, gates) -> the sum over the chosen experts of what they give, times their gates."""
+    def gated_experts(x: mx.array, chosen: mx.array, geglu: Callable[..., mx.array]) -> mx.array:
+        found: mx.array = gated(x, chosen, geglu) if chosen.size < SORTED else x
+        return found
 
     def summed_experts(x: mx.array, chosen: mx.array, gates: mx.array) -> mx.array:
+        if chosen.size < SORTED:
+            return cast(mx.array, summed(x, chosen, gates))
         total: mx.array = (mx.expand_dims(gates, -1) * switch_glu(x, chosen)).sum(-2)
         return total
 
-    return summed_experts
+    return {"gated_experts": gated_experts, "summed_experts": summed_experts}
 
 
 def parts_of(paths: tuple[str, ...], module: nn.Module) -> list[Any]:
@@ -265,9 +263,9 @@ def floating(module: nn.Module) -> set[mx.Dtype]:
 
 
 def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], mx.array]:
-    """(x, chosen) -> [1, 1, top_k, 1, out] for one token: the rows of x said outright, which MLX otherwise works out.
+    """(x, chosen) -> [B, L, top_k, 1, out]: the rows of x said outright, which MLX otherwise works out.
 
-    x is [1, 1, 1, 1, in], or [1, 1, top_k, 1, in] for the projection down.
+    x is [B, L, 1, 1, in], or [B, L, top_k, 1, in] for the projection down.
     """
     call: Callable[[mx.array, mx.array], mx.array] = module
     exact = plain_class(module) is switch_layers.QuantizedSwitchLinear and "bias" not in module
@@ -275,19 +273,19 @@ def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], 
         return call
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     group_size, bits, mode = module.group_size, module.bits, module.mode
-    rows: dict[int, mx.array] = {}
+    rows: dict[tuple[int, ...], mx.array] = {}
 
     def expert_linear(x: mx.array, chosen: mx.array) -> mx.array:
-        count = chosen.size
-        if count not in rows:
-            rows[count] = (mx.arange(count, dtype=mx.uint32) * is_down).reshape(1, 1, count)
-            mx.eval(rows[count])
+        shape = chosen.shape
+        if shape not in rows:
+            rows[shape] = (mx.arange(chosen.size, dtype=mx.uint32) // (1 if is_down else shape[-1])).reshape(shape)
+            mx.eval(rows[shape])
         y: mx.array = mx.gather_qmm(
             x,
             weight,
             scales,
             biases,
-            lhs_indices=rows[count],
+            lhs_indices=rows[shape],
             rhs_indices=chosen,
             transpose=True,
             group_size=group_size,

@@ -60,32 +60,6 @@ class Attention(OverHeads):
 
         return alone if repeats == 1 else grouped
 
-    def masked(self, written_out: bool, dtype: mx.Dtype) -> Call:
-        """Of a block: (q, k, v, mask) -> [B, L, heads * head_dim]. q: [B, heads, L, head_dim]; k, v: B of the above.
-
-        written_out: as `form` is, and mask is bool [L, rows] or None; else what the caches of mlx-lm give.
-        """
-        kv_heads, repeats, unit = self.kv_heads, self.repeats, self.unit
-        least = mx.array(mx.finfo(dtype).min, dtype)
-
-        def fused(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
-            y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask).transpose(0, 2, 1, 3)
-            merged: mx.array = y.reshape(*y.shape[:2], unit)
-            return merged
-
-        def by_operations(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
-            if repeats > 1:
-                q, k, v = mx.unflatten(q, 1, (kv_heads, repeats)), mx.expand_dims(k, 2), mx.expand_dims(v, 2)
-            scores = q @ k.swapaxes(-1, -2)
-            if mask is not None:
-                scores = mx.where(mask, scores, least)
-            y = mx.softmax(scores, axis=-1, precise=True) @ v
-            y = (mx.flatten(y, 1, 2) if repeats > 1 else y).transpose(0, 2, 1, 3)
-            merged: mx.array = y.reshape(*y.shape[:2], unit)
-            return merged
-
-        return by_operations if written_out else fused
-
     @property
     def scores(self) -> AttentionScores:
         """The first half, of q and k in the shapes that the products take."""

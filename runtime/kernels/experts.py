@@ -25,7 +25,6 @@ class Router(Site):
     top_k: int
 
     seeds: ClassVar[int] = 200
-    one_row: ClassVar[bool] = True
 
     @property
     def unit(self) -> int:

@@ -4,9 +4,12 @@ namespace straightline {
 
 DEVICE T exponential(T x) { return narrow(__expf(wide(x))); }
 
-// One thread an expert. `best` holds TOP_K values.
+// One thread an expert, one block a row. `best` holds TOP_K values.
 DEVICE void router(const T* scores, const T* scales, unsigned* chosen, T* gates, T* best, Place here) {
   const int own = here.tid;
+  scores += here.row * COUNT;
+  chosen += here.row * TOP_K;
+  gates += here.row * TOP_K;
   const float mine = own < COUNT ? wide(scores[own]) : 0.0f;
   int place = 0;
   if (own < COUNT) {
