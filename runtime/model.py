@@ -100,7 +100,7 @@ class Specialized(Watched):
             self.dispatch.block_reason = bound.block_reason
         if block is not None:
             assert route.decode is not None and cache is not None
-            logits = route.decode(bound.weights.blocks, block, inputs, cache, hook)
+            logits = route.decode(bound.of_blocks, block, inputs, cache, hook)
             if type(cache[0].offset) is not int:
                 stay_together(cache)
         elif cache is None:
