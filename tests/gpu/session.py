@@ -3,9 +3,9 @@
 Reads jobs.txt (a line: name, seconds, command). Writes $RESULTS/NAME.txt (by default in /tmp/straightline-results)
 and $OUT/results.tgz, which holds all of $RESULTS and is replaced in one step after each job and every 20 seconds of
 one: a session that is cut brings home what was printed until then. `full_size` stands for full_size.e4b and all else
-that begins so. A job that does not fit before the deadline is left out, and said (or cut, with --least). No job outlives its limit, nor
-does anything that it started; what a session that was killed left running, the next one ends first. The exit code is 0
-if every job ran and ended with 0. Started by session.sh.
+that begins so. A job that does not fit before the deadline is left out, and said (or cut, with --least). No job
+outlives its limit, nor does anything that it started; what a session that was killed left running, the next one ends
+first. The exit code is 0 if every job ran and ended with 0. Started by session.sh.
 """
 
 import argparse
