@@ -43,6 +43,7 @@ from straightline.runtime.kv.make import caches_for
 from straightline.runtime.taps import no_tap
 
 SHAPES = sorted(toys.SHAPES)
+pytestmark = pytest.mark.usefixtures("keys_as_values")
 
 
 def writes_in_place(site: QKVRopeInto) -> Any:
@@ -276,12 +277,6 @@ def test_rings_by_token_that_are_refused_at_load(walk: Walk) -> None:
     walk.decode(PATIENCE)
     assert walk.leased
     walk.same_caches()
-
-
-@pytest.fixture(autouse=True)
-def keys_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE on the CPU leaves keys head by head where values lie token by token; on CUDA both lie alike."""
-    monkeypatch.setattr("straightline.runtime.bound.mixed", lambda caches, found: False)
 
 
 def several_kv_heads(walk: Walk) -> bool:
