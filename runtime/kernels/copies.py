@@ -58,8 +58,9 @@ class HeadCopies(Site):
         """With every other seed what `into` takes comes behind, which writes the last of the rows: see `observed`."""
         if seed % 2:
             writing = self.into.inputs(seed, rows, dtype)
-            q, *written = self.into.plain(*writing)
-            return q, *self._views(*written, writing[-2]), *writing
+            written: Any = self.into.plain(*writing)
+            q, keys, values = written
+            return q, *self._views(keys, values, writing[-2]), *writing
         rope, draw, count = self.into.rope, Draw(seed, dtype), LENGTHS[seed // 2 % len(LENGTHS)]
         # A cache has room for more rows than it shows.
         shape = (1, count + 256 * (seed % 4 > 1), rope.kv_heads, rope.head_dim)
@@ -69,7 +70,8 @@ class HeadCopies(Site):
     def _views(self, keys: mx.array, values: mx.array, ring: mx.array) -> tuple[mx.array, mx.array]:
         """k and v, of buffers that lie as `ring` says."""
         kv_heads, head_dim = self.into.rope.kv_heads, self.into.rope.head_dim
-        _, count, *steps = ring.tolist()  # type: ignore[misc]
+        told: Any = ring.tolist()
+        _, count, *steps = told
         k_head, k_row, v_head, v_row = (step * head_dim for step in steps)
         k = mx.as_strided(keys, (1, kv_heads, 1, head_dim, count), (keys.size, k_head, k_head, 1, k_row))
         v = mx.as_strided(values, (1, kv_heads, 1, count, head_dim), (values.size, v_head, v_head, v_row, 1))
