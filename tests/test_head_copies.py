@@ -1,5 +1,7 @@
 """The copies of rows that lie token by token: what its check compares, and that it sees a copy made too early."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -7,9 +9,10 @@ import pytest
 from test_in_place import writes_in_place
 
 from straightline.generated import gemma4_12b, gemma4_e2b, gemma4_e4b
-from straightline.runtime.in_place import copies_of
-from straightline.runtime.kernels import HeadCopies, QKVRope, QKVRopeInto, sites_of
+from straightline.runtime.in_place import copies_of, in_place_sites
+from straightline.runtime.kernels import HeadCopies, QKVRope, QKVRopeInto, Site, sites_of
 from straightline.runtime.kernels.program import Unsupported
+from straightline.runtime.kernels.resolve import Resolved
 from straightline.runtime.kernels.selfcheck import compare
 
 SITE = HeadCopies(QKVRopeInto(QKVRope(4, 2, 64, 1e-6, 10000.0)))
@@ -68,6 +71,18 @@ def test_which_sites_need_them() -> None:
     found = [copies_of(sites_of(file)) for file in (gemma4_12b, gemma4_e4b, gemma4_e2b)]
     assert [list(one) for one in found] == [["sliding_qkv_copies"]] * 2 + [[]]
     assert [one.repeats for names in found for one in names.values()] == [2, 4]
+
+
+@pytest.mark.parametrize("state", ["plain", "kernel"])
+def test_without_the_kernel_such_rings_are_not_leased(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(wanted: Iterable[Site], *rest: Any, **how: Any) -> tuple[Resolved, ...]:
+        return tuple(Resolved(one.plain, state if isinstance(one, HeadCopies) else "kernel", "off") for one in wanted)
+
+    monkeypatch.setattr("straightline.runtime.in_place.sites.resolved", resolved)
+    found, reason, by_token = in_place_sites(sites_of(gemma4_12b), SimpleNamespace(), mx.bfloat16, True)
+    assert found is not None and reason == ""
+    assert by_token == ("sliding_qkv_copies: off" if state == "plain" else "")
+    assert (found.by_token is None) == (state == "plain")
 
 
 @pytest.mark.parametrize(("backend", "head_dim", "reason"), [("metal", 64, "on CUDA alone"), ("cuda", 32, "of 32")])
