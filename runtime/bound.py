@@ -76,6 +76,7 @@ class Earlier(NamedTuple):
     batch_checked: frozenset[int] = frozenset()
     in_place_checked: frozenset[int] = frozenset()
     by_token_reason: str = ""
+    by_token_uncompiled: bool = False
     blocks_checked: frozenset[BlockForm] = frozenset()
     compiled_reason: str = ""
     kernels_reason: str = ""
@@ -91,6 +92,7 @@ class Bound:
         decode_reason: why `decode` serves no token, or "". quantized_reason: why it serves none over quantized K/V, or
         "". batch_reason: why it serves no batch of one, or "". in_place_reason: why it never writes in place, or "".
         by_token_reason: why it does not over rings whose rows lie token by token, or "".
+        by_token_uncompiled: whether it does without mx.compile over those, since only so it is exact.
         block_reason: why blocks of a few tokens take `forward`, or those of one shape do, or "".
         compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
@@ -102,6 +104,7 @@ class Bound:
         self.batch_checked = earlier.batch_checked
         self.in_place_checked = earlier.in_place_checked
         self.by_token_reason = earlier.by_token_reason
+        self.by_token_uncompiled = earlier.by_token_uncompiled
         self.blocks_checked = earlier.blocks_checked
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
@@ -164,6 +167,7 @@ class Bound:
             self.batch_checked,
             self.in_place_checked,
             self.by_token_reason,
+            self.by_token_uncompiled,
             self.blocks_checked,
             self.compiled_reason,
             self.kernels_reason,
@@ -268,10 +272,12 @@ class Bound:
             return route
         if self.compiled_reason:
             in_place = in_place.uncompiled()
-            route = route._replace(in_place=in_place)
-        refused_for = partial(in_place_refused, self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
+        by_token = in_place.by_token
+        if self.by_token_uncompiled and by_token is not None:
+            by_token = by_token.uncompiled()
+        route = route._replace(in_place=in_place._replace(by_token=by_token))
         if self.form not in self.in_place_checked:
-            refused = refused_for()
+            refused = self._in_place_refused(file, route)
             if refused and not self.compiled_reason:
                 self.compiled_reason = refused
                 return self._checked_in_place(file, route)
@@ -279,9 +285,17 @@ class Bound:
             if refused:
                 return route._replace(in_place=None)
             self.in_place_checked |= frozenset((self.form,))
-            if in_place.by_token is not None and not self.by_token_reason:
-                self.by_token_reason = refused_for(by_token=True)
+            if by_token is not None and not self.by_token_reason:
+                refused = self._in_place_refused(file, route, by_token=True)
+                if refused and by_token.settled is not by_token.moving:
+                    self.by_token_uncompiled = True
+                    route = route._replace(in_place=in_place._replace(by_token=by_token.uncompiled()))
+                    refused = self._in_place_refused(file, route, by_token=True)
+                self.by_token_reason = refused
         return route._replace(in_place=in_place._replace(by_token=None)) if self.by_token_reason else route
+
+    def _in_place_refused(self, file: ModuleType, route: Route, by_token: bool = False) -> str:
+        return in_place_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary, by_token)
 
     def block(self, route: Route, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace | None:
         """What `decode` calls for ids of this shape, [B, L], over these caches; None if `forward` takes them.

@@ -534,6 +534,23 @@ def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
     assert bound.compiled_reason == "its logits differ from those of forward at step 1"
 
 
+@pytest.mark.parametrize("shape", ["e4b"])
+def test_rings_by_token_that_are_not_exact_when_compiled(shape: str) -> None:
+    """They alone are built one by one, by the next binding too."""
+    bound = leasing(shape).model._bound
+    bound.in_place_checked, bound.compiled_reason = frozenset(), ""
+    right = bound.routes[0].in_place
+    layer = SimpleNamespace(
+        **vars(right.by_token.moving) | {"sliding_layer": lambda function, w, s, h, *rest: function(w, s, -h, *rest)}
+    )
+    compiled = bound.routes[0]._replace(in_place=right._replace(by_token=InPlace(right.by_token.moving, layer)))
+    for _ in range(2):
+        route = bound._checked_in_place(bound.files[0], compiled)
+        assert (bound.compiled_reason, bound.by_token_reason) == ("", "")
+        assert route.in_place.by_token == right.by_token
+    assert bound.pass_on().by_token_uncompiled
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_anything_in_any_order(shape: str, seed: int) -> None:
