@@ -105,7 +105,7 @@ def first_layer(bound: Any, route: Any, shape: tuple[int, int], make_caches: Cal
             return rows
 
         caches = make_caches()
-        route.forward(bound.weights, mx.arange(5)[None], caches, no_tap)
+        route.forward(bound.weights, mx.broadcast_to(mx.arange(5), (shape[0], 5)), caches, no_tap)
         if by_decode:
             route.decode(bound.of_blocks, route.blocks.begin(shape, caches), ids, caches, keep)
         else:
