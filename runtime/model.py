@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
+from . import pace
 from .blocks import MOST, stay_together
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
@@ -110,6 +111,8 @@ class Specialized(Watched):
                 assert given is not None
                 give_all_back(given)
                 cache = given
+            if pace.long(inputs.size):
+                hook = pace.paced(hook, len(cache))
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)
