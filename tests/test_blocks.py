@@ -9,10 +9,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import toys
-from comparing import assert_same, assert_same_caches, file_of, mixed
+from comparing import FOUR_BIT, assert_same, assert_same_caches, file_of, mixed
 from pairs import Pair, four_bit, pair
 
 from straightline.runtime import HiddenTap, blocks, make_cache, specialize
+from straightline.runtime.weights import expert_linear
 
 
 @pytest.fixture(params=("fused", "written out"))
@@ -300,3 +301,22 @@ def test_weights_that_changed_are_let_go_of_at_once() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_rows_of_experts_are_evaluated_before_another_thread_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that evaluate one array at a time crash in MLX. Here the other comes while the first evaluates."""
+    module = toys.build(toys.M6, quantize=FOUR_BIT).layers[0].experts.switch_glu.gate_proj
+    call = expert_linear(module, is_down=False)
+    x, chosen = mx.ones((1, 3, 1, 1, 64)), mx.zeros((1, 3, 2), mx.uint32)
+    evaluated = mx.eval
+    made: list[mx.array] = []
+
+    def evaluate(rows: mx.array) -> None:
+        made.append(rows)
+        if len(made) == 1:
+            call(x, chosen)
+        evaluated(rows)
+
+    monkeypatch.setattr(mx, "eval", evaluate)
+    call(x, chosen)
+    assert [one.tolist() for one in made] == [[[[0, 0], [1, 1], [2, 2]]]] * 2

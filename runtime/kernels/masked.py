@@ -8,6 +8,7 @@ cache makes: None, "causal", or bool [rows], [L, rows] or [B, 1, L, rows].
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 
 from .attention import Attention
 
@@ -45,7 +46,8 @@ class Masks(dict[int, tuple[mx.array, mx.array]]):
     def __missing__(self, rows: int) -> tuple[mx.array, mx.array]:
         mask = self.mask
         if type(mask) is str:
-            mask = mx.arange(rows - self.shape[-1], rows)[:, None] >= mx.arange(rows)
+            length = self.shape[-1]
+            mask = create_causal_mask(length, rows - length)
         shape = (*self.shape, mask.shape[-1])
         self[rows] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(self.least, shape)
         return made
