@@ -102,6 +102,7 @@ def _stored(
 
 
 def _turned(call: Call, positions: mx.array, shape: tuple[int, int], *inputs: mx.array) -> mx.array:
+    """q of a layer that shares K/V. positions: int32 [B * L], of each token."""
     q, q_norm, _, *freqs = inputs
     return _by_head(call(q, q_norm, positions, *freqs), shape)
 
