@@ -20,7 +20,7 @@ from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, in_place_sites, leasable, run, sites_over_slots
+from .in_place import InPlace, Lease, in_place_sites, leasable, lying, put_off, run, sites_over_slots
 from .joint import find_joints, let_wait, reading
 from .kernels import Attention, Call, QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
@@ -75,6 +75,7 @@ class Earlier(NamedTuple):
     decode_checked: frozenset[tuple[int, str]] = frozenset()
     batch_checked: frozenset[int] = frozenset()
     in_place_checked: frozenset[int] = frozenset()
+    by_token_reason: str = ""
     blocks_checked: frozenset[BlockForm] = frozenset()
     compiled_reason: str = ""
     kernels_reason: str = ""
@@ -89,6 +90,7 @@ class Bound:
 
         decode_reason: why `decode` serves no token, or "". quantized_reason: why it serves none over quantized K/V, or
         "". batch_reason: why it serves no batch of one, or "". in_place_reason: why it never writes in place, or "".
+        by_token_reason: why it does not over rings whose rows lie token by token, or "".
         block_reason: why blocks of a few tokens take `forward`, or those of one shape do, or "".
         compiled_reason: why it builds its layers one by one there, without mx.compile, or "".
         kernels_reason: why it does without kernels of straightline's own that are exact by themselves, or "".
@@ -99,6 +101,7 @@ class Bound:
         self.decode_checked = earlier.decode_checked
         self.batch_checked = earlier.batch_checked
         self.in_place_checked = earlier.in_place_checked
+        self.by_token_reason = earlier.by_token_reason
         self.blocks_checked = earlier.blocks_checked
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
@@ -131,7 +134,7 @@ class Bound:
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
             self.weights.single = self._for_one_token(text, kernels)
-            self.weights.blocks = for_blocks(self.weights)
+            self.of_blocks = for_blocks(self.weights)  # not of the weights' own: it may be these
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, kernels) for file in self.files)
             self.vocabulary = spec.vocab_size
@@ -161,6 +164,7 @@ class Bound:
             self.decode_checked,
             self.batch_checked,
             self.in_place_checked,
+            self.by_token_reason,
             self.blocks_checked,
             self.compiled_reason,
             self.kernels_reason,
@@ -256,19 +260,25 @@ class Bound:
 
     def _checked_in_place(self, file: ModuleType, route: Route) -> Route:
         """The route as it is exact: with compiled layers, without them, or not in place at all."""
-        if route.in_place is None:
+        in_place = route.in_place
+        if in_place is None:
             return route
         if self.compiled_reason:
-            route = route._replace(in_place=route.in_place.uncompiled())
-        if self.form in self.in_place_checked:
-            return route
-        refused = in_place_refused(self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
-        if refused and not self.compiled_reason:
-            self.compiled_reason = refused
-            return self._checked_in_place(file, route)
-        self.in_place_reason = refused
-        self.in_place_checked |= frozenset(() if refused else (self.form,))
-        return route._replace(in_place=None) if refused else route
+            in_place = in_place.uncompiled()
+            route = route._replace(in_place=in_place)
+        refused_for = partial(in_place_refused, self.weights, route, partial(caches_for, file.CACHES), self.vocabulary)
+        if self.form not in self.in_place_checked:
+            refused = refused_for()
+            if refused and not self.compiled_reason:
+                self.compiled_reason = refused
+                return self._checked_in_place(file, route)
+            self.in_place_reason = refused
+            if refused:
+                return route._replace(in_place=None)
+            self.in_place_checked |= frozenset((self.form,))
+            if in_place.by_token is not None:
+                self.by_token_reason = self.by_token_reason or refused_for(by_token=True)
+        return route._replace(in_place=in_place._replace(by_token=None)) if self.by_token_reason else route
 
     def block(self, route: Route, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace | None:
         """What `decode` calls for ids of this shape, [B, L], over these caches; None if `forward` takes them.
@@ -284,7 +294,7 @@ class Bound:
         checked = self.form, blocks.file.FINGERPRINT, form
         if checked not in self.blocks_checked:
             caches_of_file = partial(caches_for, blocks.file.CACHES)
-            refused = block_refused(self.weights, route, shape, padded, caches_of_file, self.vocabulary)
+            refused = block_refused(self.weights, self.of_blocks, route, shape, padded, caches_of_file, self.vocabulary)
             if refused:
                 if refused != IN_A_TRACE:
                     blocks.refuse(form)
@@ -295,8 +305,15 @@ class Bound:
 
     def lease(self, route: Route, caches: list[Any]) -> None:
         """After a token of `decode`: whether the next ones may go where they stay."""
-        if route.in_place is not None and leasable(caches) and evaluate([cache.keys for cache in caches]):
-            Lease(caches, route.guard, route.whole)
+        if route.in_place is None or not leasable(caches):
+            return
+        if not evaluate([(cache.keys, cache.values) for cache in caches]):
+            return
+        found = lying(caches)
+        if found is None or (route.in_place.by_token is None and any(map(any, found))):
+            put_off(caches)
+        else:
+            Lease(caches, route.guard, route.whole, found)
 
     def as_sequence(self, route: Route, caches: list[Any]) -> None:
         """After a token of `forward` over batch caches: whether `decode` takes the next ones, as of one sequence."""

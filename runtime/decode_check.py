@@ -50,6 +50,7 @@ def batch_of_one_refused(weights: Any, route: Any, make_caches: Callable[[], lis
 
 def block_refused(
     weights: Any,
+    of_blocks: Any,
     route: Any,
     shape: tuple[int, int],
     padded: bool,
@@ -68,7 +69,7 @@ def block_refused(
         return ours, theirs
 
     def decode(ids: mx.array, caches: list[Any]) -> mx.array:
-        found: mx.array = route.decode(weights.blocks, route.blocks.begin(shape, caches), ids, caches, no_tap)
+        found: mx.array = route.decode(of_blocks, route.blocks.begin(shape, caches), ids, caches, no_tap)
         return found
 
     return _refused(weights, route, caches, shape, decode, vocabulary)
@@ -114,15 +115,21 @@ def _refused(
     return ""
 
 
-def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int) -> str:
-    """Why `decode` is not to write in place; empty if it gives forward's bits where rings wrap and others grow."""
+def in_place_refused(
+    weights: Any, route: Any, make_caches: Callable[[], list[Any]], vocabulary: int, by_token: bool = False
+) -> str:
+    """Why `decode` is not to write in place; empty if it gives forward's bits where rings wrap and others grow.
+
+    by_token: over rings whose rows lie token by token.
+    """
     ours, theirs = make_caches(), make_caches()
     try:
         for caches in (ours, theirs):
             if not evaluate(route.forward(weights, mx.array([[1 % vocabulary]]), caches, no_tap)):
                 return IN_A_TRACE
-            fill(caches)
-        lease = Lease(ours, route.guard)
+            fill(caches, by_token)
+        how = [(by_token, by_token) if hasattr(cache, "max_size") else (False, False) for cache in ours]
+        lease = Lease(ours, route.guard, by_token=how)
         for step in range(STEPS + 1):
             token = mx.array([[step % vocabulary]])
             slots, calls = lease.begin(route.in_place)
@@ -139,18 +146,24 @@ def in_place_refused(weights: Any, route: Any, make_caches: Callable[[], list[An
     return ""
 
 
-def fill(caches: list[Any]) -> None:
-    """Random rows up to the last before the first ring wraps, in caches that have seen one token."""
+def fill(caches: list[Any], by_token: bool = False) -> None:
+    """Random rows up to the last before the first ring wraps, in caches that have seen one token.
+
+    by_token: those of rings token by token.
+    """
     rows = min((cache.max_size for cache in caches if hasattr(cache, "max_size")), default=FILLED)
     for index, cache in enumerate(caches):
-        _fill(cache, rows, index)
+        _fill(cache, rows, index, by_token and hasattr(cache, "max_size"))
 
 
-def _fill(cache: Any, rows: int, seed: int) -> None:
+def _fill(cache: Any, rows: int, seed: int, by_token: bool) -> None:
     """Random rows, all but the last of `rows`, in a cache that has seen one token."""
     for name, key in zip(("keys", "values"), mx.random.split(mx.random.key(seed)), strict=True):
         one = getattr(cache, name)
-        setattr(cache, name, mx.random.normal((*one.shape[:2], rows, one.shape[3]), one.dtype, key=key))
+        _, heads, _, size = one.shape
+        shape = (1, rows, heads, size) if by_token else (1, heads, rows, size)
+        filled = mx.random.normal(shape, one.dtype, key=key)
+        setattr(cache, name, filled.swapaxes(1, 2) if by_token else filled)
     cache.offset = rows - 1
     if hasattr(cache, "_idx"):
         cache._idx = rows - 1

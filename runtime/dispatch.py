@@ -9,6 +9,7 @@ REASONS = (
     "batch_reason",
     "kernels_reason",
     "in_place_reason",
+    "by_token_reason",
     "compiled_reason",
     "block_reason",
 )
@@ -25,6 +26,7 @@ class Dispatch:
     kernels_reason: why `decode` does without straightline's own kernels, though each is exact by itself, or "".
     compiled_reason: why it builds layers over full rings one by one there, in place of by mx.compile, or "".
     in_place_reason: why `decode` goes through the caches' own methods in place of writing to their rows, or "".
+    by_token_reason: why it does so over rings whose rows lie token by token (a prompt of the window leaves some), or ""
     block_reason: why blocks of a few tokens take `forward` in place of the functions of `decode`, or "": those of one
     shape, if it begins with one.
     tier: "exact" or "fast", as asked for. tier_sites: with "fast", each attention of `decode`: ("fast" or "exact", what
@@ -43,6 +45,7 @@ class Dispatch:
         self.batch_reason = ""
         self.kernels_reason = ""
         self.in_place_reason = ""
+        self.by_token_reason = ""
         self.compiled_reason = ""
         self.block_reason = ""
         self.tier = "exact"

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
+from . import pace
 from .blocks import MOST
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
@@ -100,7 +101,7 @@ class Specialized(Watched):
             self.dispatch.block_reason = bound.block_reason
         if block is not None:
             assert route.decode is not None and cache is not None
-            logits = route.decode(bound.weights.blocks, block, inputs, cache, hook)
+            logits = route.decode(bound.of_blocks, block, inputs, cache, hook)
         elif cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
@@ -108,6 +109,8 @@ class Specialized(Watched):
                 assert given is not None
                 give_all_back(given)
                 cache = given
+            if pace.long(inputs.size):
+                hook = pace.paced(hook, len(cache))
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)

@@ -212,13 +212,11 @@ def summed_experts(down: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def for_blocks(weights: Any) -> Any:
-    """`decode`'s weights for several tokens: as many as mlx-lm sorts by expert go through its SwitchGLU as a whole.
-
-    Never `weights` itself, which holds them: nothing would be freed before Python looks for cycles.
-    """
+    """`decode`'s weights for several tokens: as many as mlx-lm sorts by expert go through its SwitchGLU as a whole."""
+    if not hasattr(weights.layers[0], "switch_glu"):
+        return weights
     several = SimpleNamespace(**vars(weights))
-    if hasattr(weights.layers[0], "switch_glu"):
-        several.layers = [SimpleNamespace(**vars(layer) | _experts_of_block(layer)) for layer in weights.layers]
+    several.layers = [SimpleNamespace(**vars(layer) | _experts_of_block(layer)) for layer in weights.layers]
     return several
 
 

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 from pairs import Pair, four_bit, pair
 from test_batches import generated_tokens
 from test_decode_check import with_decode
-from test_in_place import leasing
+from test_in_place import leasing, same_strides
 
 from straightline.runtime import HiddenTap, specialize
 from straightline.runtime.in_place import lease_of
@@ -439,13 +439,22 @@ def test_in_place_too(shape: str) -> None:
     batch.same()
 
 
-def test_rows_as_the_model_gave_them_stay_where_they_are() -> None:
-    """A ring of a batch keeps a first call of its size and more so, and nobody knows afterwards."""
-    batch = Batch(leasing("e4b"), empty=True)
-    batch.step(20)
-    batch.decode(PATIENCE + 12)
-    sequence = sequence_of(batch.caches[0])
-    assert sequence is not None and lease_of(sequence) is None
+@pytest.mark.parametrize(("prompt", "by_token"), [(20, True), (8, True), (7, False)])
+@pytest.mark.parametrize("shape", ["12b", "e4b"])
+def test_rows_as_the_model_gave_them_stay_as_they_lie(shape: str, prompt: int, by_token: bool) -> None:
+    """A ring of a batch keeps a first call of its size and more so."""
+    batch = Batch(leasing(shape), empty=True)
+    batch.step(prompt)
+    for _ in range(2):
+        batch.decode(PATIENCE + 12)
+        sequence = sequence_of(batch.caches[0])
+        assert sequence is not None
+        lease = lease_of(sequence)
+        assert lease is not None and lease.by_token == by_token
+        batch.same()
+        same_strides(*batch.caches)
+    batch.step(3)
+    batch.decode(PATIENCE + 3)
     batch.same()
 
 

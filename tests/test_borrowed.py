@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from comparing import assert_same
 from mlx_lm.models import cache as mlx_lm_cache
+from test_in_place import write_heads
 
 from straightline import runtime
-from straightline.runtime.in_place import Lease, lease_of
+from straightline.runtime.in_place import Lease, lease_of, lying
 from straightline.runtime.kv import KVCache, RotatingKVCache
 from straightline.runtime.kv.batch_of_one import as_sequence, sequence_of, stand_in
 from straightline.runtime.kv.borrowed import Borrowed, give_all_back
@@ -43,10 +44,10 @@ def prompt() -> mx.array:
     return mx.concatenate([token(number) for number in range(PROMPT)], axis=3)
 
 
-def fed(caches: Caches, start: int, end: int) -> Caches:
+def fed(caches: Caches, start: int, end: int, rows: Callable[[], mx.array] = prompt) -> Caches:
     for one in caches:
         if not start:
-            one.update_and_fetch(*prompt())
+            one.update_and_fetch(*rows())
         for number in range(start or PROMPT, end):
             one.update_and_fetch(*token(number))
     mx.eval([(one.keys, one.values) for one in caches])
@@ -57,9 +58,8 @@ def write(lease: Lease, number: int) -> None:
     """A token, as `decode` and its kernels write it."""
     for slot in lease.slots:
         slot.show()
-        for buffer, row in zip((slot.keys, slot.values), token(number), strict=True):
-            rows = np.array(buffer, copy=False).reshape(HEADS, -1, DIM)
-            rows[:, (slot.offset + slot.shift) % slot.rows] = np.array(row)[0, :, 0]
+        pairs = zip((slot.keys, slot.values), token(number), strict=True)
+        write_heads(mx.array(slot.offset), slot.ring, [(np.array(buffer, copy=False), row) for buffer, row in pairs])
     lease.end(mx.zeros((1,)))
 
 
@@ -81,15 +81,30 @@ def sequence(end: int) -> Caches:
     return fed([RotatingKVCache(8), KVCache(), RotatingKVCache(600)], 0, end)
 
 
+@cache
+def given() -> mx.array:
+    """The prompt as a model gives it, a token's heads as neighbours."""
+    return mx.contiguous(prompt().swapaxes(2, 3)).swapaxes(2, 3)
+
+
+def by_token(end: int) -> Caches:
+    """Rings that keep a prompt of their size so."""
+    return fed([RotatingKVCache(PROMPT), KVCache(), RotatingKVCache(PROMPT)], 0, end, given)
+
+
 def batch(end: int) -> Caches:
     rings = [mlx_lm_cache.BatchRotatingKVCache(size, [0]) for size in (8, 600)]
     return fed([rings[0], mlx_lm_cache.BatchKVCache([0]), rings[1]], 0, end)
 
 
-def leased() -> Caches:
-    caches = sequence(BEFORE - 1)
-    write(Lease(caches, None), BEFORE - 1)
+def leased(make: Callable[[int], Caches] = sequence) -> Caches:
+    caches = make(BEFORE - 1)
+    write(lease(caches), BEFORE - 1)
     return caches
+
+
+def lease(caches: Caches) -> Lease:
+    return Lease(caches, None, by_token=lying(caches))
 
 
 def lone() -> Caches:
@@ -102,7 +117,7 @@ def lone() -> Caches:
 def lone_and_leased() -> Caches:
     caches = batch(BEFORE - 1)
     lend(caches)
-    write(Lease(caches[0].sequences, None), BEFORE - 1)
+    write(lease(caches[0].sequences), BEFORE - 1)
     return caches
 
 
@@ -123,7 +138,9 @@ def grow(caches: Caches) -> None:
 
 # Caches with BEFORE tokens, and what is interrupted.
 CALLS: dict[str, tuple[Callable[[], Caches], Callable[[Caches], Any]]] = {
-    "a lease begins": (partial(sequence, BEFORE), lambda caches: Lease(caches, None)),
+    "a lease begins": (partial(sequence, BEFORE), lease),
+    "a lease by token begins": (partial(by_token, BEFORE), lease),
+    "a lease by token ends": (partial(leased, by_token), give_all_back),
     "the first of a lease is read": (leased, partial(read, 0)),
     "the second of a lease is read": (leased, partial(read, 1)),
     "a lease ends": (leased, give_all_back),
@@ -139,7 +156,7 @@ CALLS: dict[str, tuple[Callable[[], Caches], Callable[[Caches], Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_between_any_two_bytecodes(name: str) -> None:
     make, call = CALLS[name]
-    expected = states((batch if "batch" in name else sequence)(AFTER))
+    expected = states((batch if "batch" in name else by_token if "by token" in name else sequence)(AFTER))
     for step in count():
         caches = make()
         if not interrupted(partial(call, caches), step):

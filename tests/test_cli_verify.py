@@ -7,9 +7,11 @@ from typing import Any
 import checkpoints
 import pytest
 import toys
+from test_in_place import leasing
 
 from straightline.runtime import StraightlineError
 from straightline.runtime.cli import main
+from straightline.runtime.in_place import Lease
 from straightline.runtime.verification import proof, walks
 from straightline.runtime.verification.smaller import reduced
 
@@ -29,7 +31,7 @@ def test_a_published_architecture_reduced(capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", "--random", "gemma4-e4b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     results = {cell["cell"]: cell["result"] for cell in found["cells"]}
-    assert found["equal"] and len(results) == 35
+    assert found["equal"] and len(results) == 36
     assert results.pop("control: one bit of one weight") == "seen"
     assert set(results.values()) == {"equal"}
     assert sum(cell.startswith("quantized K/V") for cell in results) == 7
@@ -51,7 +53,7 @@ def test_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> No
     assert any(line.startswith("  prefill inside the window              equal ") for line in lines)
     # No file bakes these caches, and comparing mlx-lm's code with itself is not called a proof.
     assert sum("monolith: cache 0 is Quantized" in line for line in lines) == 7
-    assert lines[-1].startswith("equal: 28 of 35 cells, every byte of logits, caches and taps; 7 went to mlx-lm's own")
+    assert lines[-1].startswith("equal: 29 of 36 cells, every byte of logits, caches and taps; 7 went to mlx-lm's own")
 
 
 def test_one_changed_bit_is_found(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +113,29 @@ def test_what_mlx_cannot_run_is_neither_equal_nor_a_departure(
     assert main(["verify", checkpoint, "--steps", "1", "--json"]) == 1
     first = json.loads(capsys.readouterr().out)["cells"][0]
     assert first["result"] == "departs" and "fails where mlx-lm's does not" in first["where"]
+
+
+def test_single_tokens_are_compared_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease ends once its caches are looked at, so that nobody looks in the middle of a cell."""
+    models, tokens, begin = leasing("e4b", 16), [0], Lease.begin
+
+    def counted(lease: Lease, *arguments: Any) -> Any:
+        tokens[0] += 1
+        return begin(lease, *arguments)
+
+    monkeypatch.setattr(Lease, "begin", counted)
+    found = {}
+    for walk in walks.walks(16, 6):
+        if walk.cells[-1][1][-1] == walk.batch == 1:
+            for row in walks.run_walk(walk, models.plain, models.model, 97, 0):
+                found[row.cell], tokens[0] = (row.departs, tokens[0]), 0
+    assert {cell: seen for cell, seen in found.items() if seen[1]} == {
+        "decode inside": ("", 4),
+        "decode across the wrap": ("", 4),
+        "decode after a prompt of the window": ("", 4),
+        "batch of 1: decode across the wrap": ("", 2),
+        "batch of 1: decode past the window": ("", 6),
+    }
 
 
 @pytest.mark.parametrize("name", ["gemma4-12b", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "gemma4-e4b"])

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import toys
 from comparing import assert_same, file_of
-from test_in_place import in_place_calls, writes_nothing
+from test_in_place import in_place_calls, write_heads, writes_nothing
 
 from straightline.codegen import generate
 from straightline.runtime import StraightlineError, load, specialize
@@ -310,10 +310,7 @@ def writes_in_place(site: QKVRopeInto) -> Any:
         q, k, v = site.rope.plain(*own)
         views = [one.view(mx.uint16) for one in (keys, values, k, v)]
         mx.eval(q, after, views)
-        row = (int(own[3].item()) + int(ring[0].item())) % int(ring[1].item())
-        for buffer, rows in zip(views[:2], views[2:], strict=True):
-            held = np.array(buffer, copy=False).reshape(site.rope.kv_heads, -1, site.rope.head_dim)
-            held[:, row] = np.array(rows)[0, :, 0]
+        write_heads(own[3], ring, [(np.array(views[one], copy=False), views[one + 2]) for one in range(2)])
         grouped: mx.array = q.reshape(site.shapes(1)[0])
         return grouped
 

@@ -34,16 +34,16 @@ def test_toys_pass_and_leave_a_record(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     ran = run("--sizes", "e2b", "--json", str(record))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1].startswith("22 of 22 cells pass")
+    assert ran.stdout.splitlines()[-1].startswith("23 of 23 cells pass")
     sizes = json.loads(record.read_text())["sizes"]
-    assert {size: len(rows) for size, rows in sizes.items()} == {"e2b": 22}
+    assert {size: len(rows) for size, rows in sizes.items()} == {"e2b": 23}
 
 
 def test_one_changed_bit_fails_the_run() -> None:
     ran = run("--sizes", "26b", "--spoil")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "DEPARTS 26b: prefill inside the window: call 0 (5 wide): tap 11 at flat index" in ran.stdout
-    assert ran.stdout.splitlines()[-1].startswith("1 of 22 cells pass")
+    assert ran.stdout.splitlines()[-1].startswith("1 of 23 cells pass")
 
 
 # session.sh

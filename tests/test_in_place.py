@@ -27,7 +27,14 @@ from straightline.runtime import HiddenTap
 from straightline.runtime.decode_check import in_place_refused
 from straightline.runtime.in_place import lease_of
 from straightline.runtime.in_place.lease import PATIENCE
-from straightline.runtime.in_place.sites import InPlace, _into, _over_slots, in_place, in_place_sites
+from straightline.runtime.in_place.sites import (
+    InPlace,
+    _into,
+    _over_slots,
+    in_place,
+    in_place_sites,
+    over_rows_by_token,
+)
 from straightline.runtime.kernels import Attention, AttentionScores, QKVRope, QKVRopeInto, sites_of
 from straightline.runtime.kernels.backends import Backend
 from straightline.runtime.kernels.resolve import forget
@@ -45,14 +52,21 @@ def writes_in_place(site: QKVRopeInto) -> Any:
         mx.eval(keys, values, after)
         q, k, v = site.rope.plain(*own)
         mx.eval(q, k, v)
-        row = (int(own[3].item()) + int(ring[0].item())) % int(ring[1].item())
-        for buffer, rows in ((keys, k), (values, v)):
-            view = np.array(buffer, copy=False).reshape(site.rope.kv_heads, -1, site.rope.head_dim)
-            view[:, row] = np.array(rows)[0, :, 0]
+        write_heads(own[3], ring, [(np.array(keys, copy=False), k), (np.array(values, copy=False), v)])
         grouped: mx.array = q.reshape(site.shapes(1)[0])
         return grouped
 
     return call
+
+
+def write_heads(position: mx.array, ring: mx.array, pairs: Any) -> None:
+    """pairs: of keys and of values, a numpy view of the buffer and the heads of the token."""
+    at: Any = position.item()
+    shift, count, *steps = np.array(ring).tolist()
+    row = (at + shift) % count
+    for (buffer, heads), head_step, row_step in zip(pairs, steps[::2], steps[1::2], strict=True):
+        _, kv_heads, _, head_dim = heads.shape
+        buffer.reshape(-1, head_dim)[np.arange(kv_heads) * head_step + row * row_step] = np.array(heads)[0, :, 0]
 
 
 def writes_nothing(site: QKVRopeInto) -> Any:
@@ -81,9 +95,9 @@ def in_place_calls(route: Any, file: Any) -> InPlace:
         elif over is not None:
             calls[name] = over.plain
     del calls["sliding_layer"], calls["full_layer"]
-    over = in_place(calls)
+    by_token = in_place(calls | over_rows_by_token(sites))
     # The stand-in for the kernel evaluates, which nothing can in a trace.
-    return InPlace(over.moving, over.moving)
+    return in_place(calls)._replace(by_token=by_token).uncompiled()
 
 
 def leasing(shape: str, window: int = 8, **how: Any) -> Pair:
@@ -130,12 +144,27 @@ class Walk:
             assert mine.state[2:] == other.state[2:]
             assert type(mine).__name__ == type(other).__name__
 
+    def same_strides(self) -> None:
+        """Ends the lease."""
+        same_strides(*self.caches)
 
+
+def same_strides(ours: list[Any], theirs: list[Any]) -> None:
+    """Of a token's heads, of a head's tokens and within a row: MLX's bits depend on them on CUDA."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for name in ("keys", "values"):
+            one, two = getattr(mine, name), getattr(other, name)
+            mx.eval(one, two)
+            found = zip(one.shape, memoryview(one).strides, memoryview(two).strides, strict=True)
+            assert all(size == 1 or a == b for size, a, b in found), f"{name} of cache {index}"
+
+
+@pytest.mark.parametrize("prompt", [20, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_compiled_layers(shape: str) -> None:
+def test_compiled_layers(shape: str, prompt: int) -> None:
     """Full rings and a kernel that writes nothing: the same token through functions and through compiled ones."""
     walk = Walk(leasing(shape))
-    walk.step(20)
+    walk.step(prompt)
     walk.decode(PATIENCE + 1)
     lease = lease_of(walk.caches[0])
     bound = walk.pair.model._bound
@@ -145,12 +174,13 @@ def test_compiled_layers(shape: str) -> None:
         if isinstance(site, QKVRope) and site.kv_heads:
             calls[name.lower()] = _into(writes_nothing(QKVRopeInto(site)))
     over = in_place(calls)
+    over = over._replace(by_token=over)
     assert lease is not None
     token = mx.array([[3]])
     for _ in range(2):
         slots, chosen = lease.begin(over)
         assert chosen is over.settled
-        pair = [bound.routes[0].decode(bound.weights.single, one, token, slots, no_tap) for one in over]
+        pair = [bound.routes[0].decode(bound.weights.single, one, token, slots, no_tap) for one in over[:2]]
         assert_same(*pair, "logits")
 
 
@@ -159,7 +189,7 @@ def walk(request: pytest.FixtureRequest) -> Walk:
     return Walk(leasing(request.param))
 
 
-@pytest.mark.parametrize("prompt", [1, 5, 7, 9, 20])
+@pytest.mark.parametrize("prompt", [1, 5, 7, 8, 9, 20])
 def test_decode_before_at_and_after_the_wrap(walk: Walk, prompt: int) -> None:
     walk.step(prompt)
     walk.decode(PATIENCE)
@@ -170,15 +200,89 @@ def test_decode_before_at_and_after_the_wrap(walk: Walk, prompt: int) -> None:
     assert not walk.leased
 
 
-def test_a_prompt_that_fills_the_ring_exactly_is_not_leased(walk: Walk) -> None:
-    """mlx-lm keeps its rows as the model gives them, and on CUDA products with these are other bits."""
+def test_a_prompt_that_fills_the_ring_exactly(walk: Walk) -> None:
+    """mlx-lm keeps its rows as the model gives them, on CUDA products with these are other bits, and so they stay."""
     walk.step(8)
     walk.decode(PATIENCE + 3)
-    assert not walk.leased
+    lease = lease_of(walk.caches[0])
+    assert lease is not None and lease.by_token == several_kv_heads(walk)
+    walk.same_caches()
+    walk.same_strides()
+    walk.decode(PATIENCE)
+    assert walk.leased
+    walk.same_strides()
+    walk.step(3)
+    walk.decode(PATIENCE)
+    lease = lease_of(walk.caches[0])
+    assert lease is not None and not lease.by_token
+    walk.same_caches()
+    walk.same_strides()
+
+
+def test_a_ring_by_token_that_is_not_full(walk: Walk) -> None:
+    """mlx-lm's own takes tokens back from a ring that has just become full."""
+    plain = walk.pair.plain
+    walk.caches = plain.make_cache(), plain.make_cache()
+    for caches in walk.caches:
+        mx.eval(plain(toys.tokens(1, 8, walk.vocab, 1), cache=caches))
+        for cache in caches:
+            assert cache.trim(6) == 6
+    for steps in (PATIENCE + 1, 3, 12):
+        walk.decode(steps)
+        assert walk.leased == (steps != 3)
+        walk.same_caches()
+        walk.same_strides()
+
+
+def test_rows_that_lie_in_no_known_way_are_not_leased(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are not looked at again at every token."""
+    looks = []
+
+    def lying(caches: list[Any]) -> None:
+        looks.append(caches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("straightline.runtime.bound.lying", lying)
+        walk.step(8)
+        walk.decode(PATIENCE + 12)
+        assert not walk.leased and len(looks) == 1
+        walk.step(2)
+        walk.decode(PATIENCE)
+        assert not walk.leased and len(looks) == 2
+    walk.step(2)
+    walk.decode(PATIENCE)
+    assert walk.leased
+    walk.same_caches()
+
+
+def test_rings_by_token_that_are_refused_at_load(walk: Walk) -> None:
+    """Others are leased as ever."""
+    model = walk.pair.model
+    bound = model._bound
+    bound.in_place_checked = frozenset()
+    (route,) = bound.routes
+    wrong = {name: lambda q, k, v, call=call: call(q, k, v) + 1 for name, call in attention(route).items()}
+    by_token = SimpleNamespace(**vars(route.in_place.moving) | wrong)
+    in_place = route.in_place._replace(by_token=InPlace(by_token, by_token))
+    route = bound._checked_in_place(bound.files[0], route._replace(in_place=in_place))
+    assert bound.in_place_reason == "" and bound.by_token_reason == "its logits differ from those of forward at step 0"
+    bound.routes = (route,)
+    walk.step(8)
+    walk.decode(PATIENCE + 2)
+    assert walk.leased != several_kv_heads(walk)
     walk.step(3)
     walk.decode(PATIENCE)
     assert walk.leased
     walk.same_caches()
+
+
+def several_kv_heads(walk: Walk) -> bool:
+    """With one, both ways to lie are the same."""
+    return bool(text(walk.pair.model).args.num_key_value_heads > 1)
+
+
+def attention(route: Any) -> dict[str, Any]:
+    return {name: call for name, call in vars(route.in_place.moving).items() if name.endswith("_attention")}
 
 
 def test_the_rows_of_a_prompt_that_was_cut_back_are_not_leased(walk: Walk) -> None:
@@ -273,8 +377,9 @@ def test_trim(walk: Walk) -> None:
     walk.same_caches()
 
 
-def test_save_and_load(walk: Walk, tmp_path: Any) -> None:
-    walk.step(6)
+@pytest.mark.parametrize("prompt", [6, 8])
+def test_save_and_load(walk: Walk, prompt: int, tmp_path: Any) -> None:
+    walk.step(prompt)
     walk.decode(PATIENCE + 3)
     for index, caches in enumerate(walk.caches):
         save_prompt_cache(str(tmp_path / f"{index}.safetensors"), caches)
@@ -404,6 +509,7 @@ def test_the_check_at_load(walk: Walk) -> None:
     route = bound.routes[0]
     make_caches = partial(caches_for, bound.files[0].CACHES)
     assert in_place_refused(bound.weights, route, make_caches, walk.vocab) == ""
+    assert in_place_refused(bound.weights, route, make_caches, walk.vocab, by_token=True) == ""
     broken = dict(vars(route.in_place.moving))
     name = next(name for name in broken if name.endswith("_qkv"))
     broken[name] = lambda slot, *inputs, call=broken[name]: call(slot, inputs[0] + 1, *inputs[1:])
@@ -430,7 +536,7 @@ def test_anything_in_any_order(shape: str, seed: int) -> None:
     """Random calls to both sides, with caches kept aside, changed and taken up again."""
     rng = np.random.default_rng(seed)
     walk = Walk(leasing(shape))
-    walk.step(int(rng.integers(1, 20)))
+    walk.step(int(rng.integers(1, 20)) if seed < 8 else 8)
     kept: list[Any] = []
     leases = 0
     for _ in range(14):

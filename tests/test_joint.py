@@ -242,7 +242,7 @@ def test_in_compiled_layers(name: str, kernels: Kernels) -> None:
         slots, chosen = lease.begin(over)
         assert chosen is over.settled
         pair = []
-        for one in over:
+        for one in over[:2]:
             kernels.calls.clear()
             pair.append(bound.routes[0].decode(bound.weights.single, one, mx.array([[3]]), slots, no_tap))
         assert_same(*pair, "logits")

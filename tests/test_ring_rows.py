@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from test_borrowed import interrupted
 
-from straightline.runtime.kv import RotatingKVCache
+from straightline.runtime.in_place import Lease, lying
+from straightline.runtime.kv import KVCache, RotatingKVCache
 from straightline.runtime.kv.ours import make_ours
 
 
@@ -102,3 +103,59 @@ def test_an_interrupt_while_mlx_lms_rings_become_ours() -> None:
             break
         assert not any(one.head_by_head for one in rings if isinstance(one, RotatingKVCache))
     assert step > 50
+
+
+def full_ring(keys: mx.array, values: mx.array) -> RotatingKVCache:
+    """From a state that somebody has set, before any token has moved its rows."""
+    ring = RotatingKVCache.from_state((keys, values, 8, 0, 8, 8))
+    mx.eval(ring.keys, ring.values)
+    return ring
+
+
+BY_HEAD = mx.random.normal((1, 2, 8, 4))
+ODD = {
+    "one head for all": mx.broadcast_to(mx.random.normal((1, 1, 8, 4)), (1, 2, 8, 4)),
+    "one token for all": mx.broadcast_to(mx.random.normal((1, 2, 1, 4)), (1, 2, 8, 4)),
+    "rows of a longer buffer": mx.random.normal((1, 2, 9, 4))[..., :8, :],
+    "every other token": mx.random.normal((1, 2, 16, 4))[..., ::2, :],
+    "backwards": BY_HEAD[..., ::-1, :],
+    "values apart": mx.random.normal((1, 2, 4, 8)).swapaxes(2, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_how_the_rows_of_rings_lie_is_found(dtype: mx.Dtype) -> None:
+    """Of keys and of values, each by itself."""
+    by_head, by_token = BY_HEAD.astype(dtype), given(8).astype(dtype)
+    pairs = [(by_head, by_head), (by_head, by_token), (by_token, by_head), (by_token, by_token)]
+    assert lying([full_ring(*pair) for pair in pairs]) == [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_rows_that_lie_otherwise(name: str) -> None:
+    for pair in ((ODD[name], BY_HEAD), (BY_HEAD, ODD[name]), (given(8), ODD[name])):
+        assert lying([full_ring(BY_HEAD, BY_HEAD), full_ring(*pair)]) is None
+
+
+def test_rows_that_are_surely_head_by_head_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("straightline.runtime.in_place.row_order.bits", None)
+    ring, growing = RotatingKVCache(8), KVCache()
+    for length in (7, 1, 1):
+        for cache in (ring, growing):
+            cache.update_and_fetch(*[given(length)] * 2)
+    assert lying([ring, growing]) == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("by_token", [(True, True), (False, True), (True, False)])
+def test_a_lease_gives_rows_back_as_they_lay(by_token: tuple[bool, bool]) -> None:
+    """With the strides that mlx-lm's own have, so that whatever comes next has its bits."""
+    ring = full_ring(*(given(8) if one else mx.random.normal((1, 2, 8, 4)) for one in by_token))
+    before = [(strides(rows), rows.tolist()) for rows in (ring.keys, ring.values)]
+    lease = Lease([ring], None, by_token=[by_token])
+    lease.slots[0].show()
+    for view, shown, (lay, rows) in zip(("k", "v"), lease.slots[0].whole(), before, strict=True):
+        seen = getattr(lease.slots[0], view)
+        assert (seen.swapaxes(3, 4) if view == "k" else seen)[:, :, 0].tolist() == shown.tolist() == rows
+        _, head, row, value = lay
+        assert strides(seen)[1:] == ((head, head, value, row) if view == "k" else (head, head, row, value))
+    assert [(strides(rows), rows.tolist()) for rows in (ring.keys, ring.values)] == before

@@ -1,5 +1,6 @@
 """Lease: the caches of one sequence while single tokens are decoded into them, one after another."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import mlx.core as mx
 from ..kv.growing import GrowingKVCache, KVCache
 from ..kv.ring import RotatingKVCache
 from .leased import hand_over
+from .row_order import ByToken
 from .sites import InPlace
 from .slot import Clock, Slot
 
@@ -25,6 +27,11 @@ def leasable(caches: list[Any]) -> bool:
     return times >= PATIENCE and all(map(_plain, caches))
 
 
+def put_off(caches: list[Any]) -> None:
+    """They are not leasable again before a call of another kind comes: nobody looks at their rows at every token."""
+    caches[0].decoded = (caches[0].offset, -math.inf)
+
+
 def _plain(cache: Any) -> bool:
     """One sequence, laid out as mlx-lm lays it out, in the state that a single token leaves it in."""
     kind, keys = type(cache), cache.keys
@@ -34,9 +41,10 @@ def _plain(cache: Any) -> bool:
         return False
     if kind in GROWING:
         return bool(cache.offset <= keys.shape[2])
-    if cache.keep or keys.shape[2] > cache.max_size or not cache.head_by_head:
+    if cache.keep or keys.shape[2] > cache.max_size:
         return False
-    return bool(keys.shape[2] == cache.max_size or cache._idx == cache.offset <= keys.shape[2])
+    # Before a ring is full, rows that are not surely head by head are about to be moved.
+    return bool(keys.shape[2] == cache.max_size or (cache.head_by_head and cache._idx == cache.offset <= keys.shape[2]))
 
 
 class Lease:
@@ -45,24 +53,32 @@ class Lease:
     owner: the guard of the route whose lease it is, which holds no weights; another one's calls end it.
     """
 
-    def __init__(self, caches: list[Any], owner: object, whole: bool = False) -> None:
+    def __init__(
+        self, caches: list[Any], owner: object, whole: bool = False, by_token: list[ByToken] | None = None
+    ) -> None:
         """The caches must be `leasable`. What they gave away before is theirs no longer: rows are copied once.
 
         whole: slots show whole buffers, whose shapes stay, and how many rows count; for an attention that takes these.
+        by_token: how the rows of each lie, as `lying` finds; by default head by head.
         """
         self.owner = owner
+        by_token = by_token or [(False, False)] * len(caches)
+        self.by_token = any(map(any, by_token))
         self.clock = Clock(mx.zeros((1,), caches[0].keys.dtype), caches[0].offset, whole)
         mx.eval(self.clock.after)
         self.slots: list[Slot] = []
         self.moving: list[Slot] = []
-        for cache in caches:
-            slot = Slot(cache, self.clock)
+        for cache, how in zip(caches, by_token, strict=True):
+            slot = Slot(cache, self.clock, how)
             self.moving.append(slot)
             hand_over(cache, self, slot)
         self.slots = self.moving  # only now, so that a lease whose beginning is interrupted is nobody's
 
     def begin(self, in_place: InPlace) -> tuple[list[Slot], SimpleNamespace]:
         """The slots, ready for a token, and what `decode` calls over them."""
+        if self.by_token:
+            assert in_place.by_token is not None
+            in_place = in_place.by_token
         if self.clock.whole:
             self.clock.rows = mx.array(self.clock.offset + 1, dtype=mx.int32)
             for slot in self.slots:

@@ -14,13 +14,18 @@ from .slot import Slot
 
 
 class InPlace(NamedTuple):
-    """What `decode` calls over slots: while rings fill up, and when only the layers with full attention change."""
+    """What `decode` calls over slots: while rings fill up, and when only the layers with full attention change.
+
+    by_token: the same where rows of rings lie token by token; None if such rings are not leased.
+    """
 
     moving: SimpleNamespace
     settled: SimpleNamespace
+    by_token: "InPlace | None" = None
 
     def uncompiled(self) -> "InPlace":
-        return InPlace(self.moving, self.moving)
+        by_token = self.by_token
+        return InPlace(self.moving, self.moving, None if by_token is None else by_token.uncompiled())
 
 
 def sites_over_slots(sites: Mapping[str, Site]) -> dict[str, Site]:
@@ -52,7 +57,19 @@ def in_place_sites(
         over[name] = call
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
-    return in_place(over), ""
+    return in_place(over)._replace(by_token=in_place(over | over_rows_by_token(sites))), ""
+
+
+def over_rows_by_token(sites: Mapping[str, Site]) -> dict[str, Callable[..., mx.array]]:
+    """The calls that are others for them: MLX takes the products with such keys in another order than the kernel.
+
+    Of sliding layers, since other caches are no rings.
+    """
+    return {
+        name: site.over_views(site.scores.plain)
+        for name, site in sites.items()
+        if isinstance(site, Attention) and name.startswith("sliding")
+    }
 
 
 def in_place(calls: Mapping[str, Any]) -> InPlace:
@@ -65,13 +82,15 @@ def over_whole_buffers(exact: InPlace, attention: Mapping[str, Callable[..., mx.
     """As `exact`, over slots that show whole buffers: attention by calls (q, k, v, rows), by name.
 
     No shape changes from token to token until a buffer grows, so that all layers are compiled, if any are in `exact`.
+    Attention is told how rows lie, so that the same calls are for any.
     """
     calls = dict(vars(exact.moving)) | {name: _over_whole(call) for name, call in attention.items()}
-    moving = SimpleNamespace(**calls)
-    if exact.settled is exact.moving:
-        return InPlace(moving, moving)
-    compiled = CompiledLayers(moving).run
-    return InPlace(moving, SimpleNamespace(**calls | {"sliding_layer": compiled, "full_layer": compiled}))
+    moving = settled = SimpleNamespace(**calls)
+    if exact.settled is not exact.moving:
+        compiled = CompiledLayers(moving).run
+        settled = SimpleNamespace(**calls | {"sliding_layer": compiled, "full_layer": compiled})
+    found = InPlace(moving, settled)
+    return found if exact.by_token is None else found._replace(by_token=found)
 
 
 def _over_whole(call: Callable[..., mx.array]) -> Callable[..., mx.array]:

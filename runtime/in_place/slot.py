@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..handover import wait_for_handover
-from ..kernels.into import private
+from ..kernels.into import private, ring_of, steps
 
 STEP = 256  # rows that mlx-lm's caches grow by
 
@@ -27,8 +27,9 @@ class Clock:
 
 
 class Slot:
-    """keys, values: all rows, [kv_heads * rows * head_dim]. ring: int32 [2], see QKVRopeInto.
+    """keys, values: all rows, [kv_heads * rows * head_dim]. ring: int32 [6], see `ring_of`.
 
+    by_token: whether keys, and whether values, lie token by token, a token's heads as neighbours; else head by head.
     k, v: what attention reads, [1, kv_heads, 1, head_dim, seen] and [1, kv_heads, 1, seen, head_dim]; or where whole
     buffers are shown, [1, kv_heads, rows, head_dim] and (the same, how many rows count: no less than there are is all).
     moves: whether these change from token to token. limit: the size of a ring; 0 for a cache that grows for ever.
@@ -36,6 +37,7 @@ class Slot:
 
     __slots__ = (
         "buffers",
+        "by_token",
         "clock",
         "head_dim",
         "k",
@@ -51,16 +53,19 @@ class Slot:
         "values",
     )
 
-    def __init__(self, cache: Any, clock: Clock) -> None:
-        """Takes the rows out of a cache that `leasable` has let through."""
+    def __init__(self, cache: Any, clock: Clock, by_token: tuple[bool, bool] = (False, False)) -> None:
+        """Takes the rows out of a cache that `leasable` has let through. by_token: as they lie there."""
         self.clock = clock
+        self.by_token = by_token
         self.k: Any
         self.v: Any
         self.limit: int = getattr(cache, "max_size", 0)
         _, self.kv_heads, rows, self.head_dim = cache.keys.shape
         # A full ring's next row is where its index points; until then a row's place is its position.
         self.shift: int = (cache._idx - cache.offset) % self.limit if rows == self.limit else 0
-        self._hold(private(cache.keys.reshape(-1)), private(cache.values.reshape(-1)), rows)
+        held = zip((cache.keys, cache.values), by_token, strict=True)
+        keys, values = (private((one.swapaxes(1, 2) if by else one).reshape(-1)) for one, by in held)
+        self._hold(keys, values, rows)
 
     @property
     def offset(self) -> int:
@@ -75,13 +80,18 @@ class Slot:
     def _hold(self, keys: mx.array, values: mx.array, rows: int) -> None:
         """How many rows there are comes last: until then an interrupt leaves a slot that is about to grow."""
         self.keys, self.values = keys, values
-        self.ring = mx.array([self.shift, rows], dtype=mx.int32)
+        self.ring = ring_of(self.shift, rows, self.kv_heads, self.by_token)
         self.moves = True
         self.buffers = self._shaped(rows)
-        head = rows * self.head_dim
-        outer = (self.kv_heads * head, head, head)
-        self.strides = (*outer, 1, self.head_dim), (*outer, self.head_dim, 1)
+        (k_head, k_row), (v_head, v_row) = (self._apart(by, rows) for by in self.by_token)
+        every = self.kv_heads * rows * self.head_dim
+        self.strides = (every, k_head, k_head, 1, k_row), (every, v_head, v_head, v_row, 1)
         self.rows = rows
+
+    def _apart(self, by_token: bool, rows: int) -> tuple[int, int]:
+        """How far apart, in values, the heads of a token lie, and the tokens of a head."""
+        head, row = steps(by_token, self.kv_heads, rows)
+        return head * self.head_dim, row * self.head_dim
 
     def show(self) -> None:
         """Views of the rows that the token at `offset` sees, itself included; room for it first."""
@@ -100,7 +110,10 @@ class Slot:
         self.moves = seen < rows or rows != self.limit
 
     def _grow(self) -> None:
-        """By as much as mlx-lm grows it. Waits for the last token, whose rows MLX does not know to be written."""
+        """By as much as mlx-lm grows it, head by head: what lies token by token is full.
+
+        Waits for the last token, whose rows MLX does not know to be written.
+        """
         wait_for_handover()
         mx.eval(self.clock.after)
         more = min(STEP, self.limit - self.rows) if self.limit else STEP
@@ -114,8 +127,14 @@ class Slot:
         return self._shaped(self.rows)
 
     def _shaped(self, rows: int) -> tuple[mx.array, mx.array]:
-        keys, values = (held.reshape(1, self.kv_heads, -1, self.head_dim) for held in (self.keys, self.values))
+        keys, values = map(self._seen, (self.keys, self.values), self.by_token)
         return keys[..., :rows, :], values[..., :rows, :]
+
+    def _seen(self, held: mx.array, by_token: bool) -> mx.array:
+        """A view, with the strides that mlx-lm's own rows have."""
+        if by_token:
+            return held.reshape(1, -1, self.kv_heads, self.head_dim).swapaxes(1, 2)
+        return held.reshape(1, self.kv_heads, -1, self.head_dim)
 
     @property
     def index(self) -> int:

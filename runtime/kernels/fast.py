@@ -67,9 +67,13 @@ class FastAttention(OverHeads):
     def inputs_of(self, length: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> tuple[Any, ...]:
         """`length` rows of a buffer with room for more."""
         draw = Draw(seed, dtype)
-        shape = (1, self.kv_heads, length + 256 * (seed % 2) + 8 * self.whole, self.head_dim)
+        rows = length + 256 * (seed % 2) + 8 * self.whole
         q = draw.normal(1, self.heads, 1, self.head_dim, scales=(1.0, 0.2))
-        k, v = (self._stored(draw.normal(*shape), length) for _ in range(2))
+        if seed % 3 == 2:  # token by token, as rings may lie
+            drawn = (draw.normal(1, rows, self.kv_heads, self.head_dim).swapaxes(1, 2) for _ in range(2))
+        else:
+            drawn = (draw.normal(1, self.kv_heads, rows, self.head_dim) for _ in range(2))
+        k, v = (self._stored(one, length) for one in drawn)
         return (q, k, v, mx.array(length, dtype=mx.int32)) if self.whole else (q, k, v)
 
     def _stored(self, values: mx.array, length: int) -> Any:

@@ -38,8 +38,8 @@ class RotatingKVCache(mlx_lm_cache.RotatingKVCache):  # type: ignore[misc]
         """Whether a head's rows surely are neighbours, in a ring that holds some.
 
         A first call of exactly `max_size` tokens leaves a token's heads as neighbours for good: nothing moves them. One
-        of which some were taken back does until its rows are full again. For one token the products with such values
-        are not the bits of those with others on CUDA.
+        of which some were taken back does until its rows are full again. For one token the products with such rows
+        are not the bits of those with others on CUDA (../in_place/row_order.py).
         """
         return bool(self.keys.shape[2] != self.given)
 

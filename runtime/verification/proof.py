@@ -112,10 +112,12 @@ def sizes(oracle: Any, spec: Spec) -> dict[str, str]:
 
 def decoding(model: Any) -> dict[str, str]:
     """How single tokens are served."""
+    by_token = model.dispatch.by_token_reason
+    rows = "K/V of single tokens" + (f", unless rows lie token by token: {by_token}" if by_token else "")
     return {
         "one token": model.dispatch.decode_reason or "by decode",
         "blocks": model.dispatch.block_reason or "by decode, from the second of a shape that is exact",
-        "in place": model.dispatch.in_place_reason or "K/V of single tokens",
+        "in place": model.dispatch.in_place_reason or rows,
     }
 
 

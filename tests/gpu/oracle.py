@@ -259,14 +259,13 @@ def attention_in_place(site: Any, *inputs: Any) -> tuple[mx.array, ...]:
     """q as the site shapes it, and the buffers with the token's row in them, row by row."""
     *own, keys, values, ring, _ = inputs
     q, *kv = attention(site.rope, *own)
-    shift, rows = ring.tolist()
-    row, whole = (int(own[3].item()) + shift) % rows, (site.rope.kv_heads, rows, site.rope.head_dim)
-    buffers = []
-    for buffer, one in zip((keys, values), kv, strict=True):
-        heads = [[*head] for head in buffer.reshape(whole)]
-        for head, new in zip(heads, one[0], strict=True):
-            head[row] = new[0]
-        buffers.append(mx.concatenate([each for head in heads for each in head]))
+    shift, rows, *steps = ring.tolist()
+    row, buffers = (int(own[3].item()) + shift) % rows, []
+    for buffer, one, head_step, row_step in zip((keys, values), kv, steps[::2], steps[1::2], strict=True):
+        every = [*buffer.reshape(-1, site.rope.head_dim)]
+        for head, new in enumerate(one[0]):
+            every[head * head_step + row * row_step] = new[0]
+        buffers.append(mx.concatenate(every))
     return q.reshape(site.shapes(1)[0]), *buffers
 
 

@@ -3,9 +3,9 @@
 Reads jobs.txt (a line: name, seconds, command). Writes $RESULTS/NAME.txt (by default in /tmp/straightline-results)
 and $OUT/results.tgz, which holds all of $RESULTS and is replaced in one step after each job and every 20 seconds of
 one: a session that is cut brings home what was printed until then. `full_size` stands for full_size.e4b and all else
-that begins so. A job that does not fit before the deadline is left out, and said. No job outlives its limit, nor
-does anything that it started; what a session that was killed left running, the next one ends first. The exit code is 0
-if every job ran and ended with 0. Started by session.sh.
+that begins so. A job that does not fit before the deadline is left out, and said (or cut, with --least). No job
+outlives its limit, nor does anything that it started; what a session that was killed left running, the next one ends
+first. The exit code is 0 if every job ran and ended with 0. Started by session.sh.
 """
 
 import argparse
@@ -45,16 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what `finally` says is then done
-    session = Session(options.commit, started, options.deadline)
+    session = Session(options.commit, started, options.deadline, options.least)
     return max([session.run(job) for job in options.jobs])
 
 
 class Session:
-    """started: by time.monotonic(). deadline: seconds after it."""
+    """started: by time.monotonic(). deadline: seconds after it. least: see --least."""
 
-    def __init__(self, commit: str, started: float, deadline: float) -> None:
+    def __init__(self, commit: str, started: float, deadline: float, least: float | None) -> None:
         self.started = started
         self.deadline = deadline
+        self.least = least
         self.results = Path(os.environ["RESULTS"])
         self.archive = Path(os.environ.get("OUT", "."), "results.tgz")
         self.results.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,8 @@ class Session:
     def run(self, job: Job) -> int:
         """0 if it ended with 0, else 1."""
         left = self.deadline - (time.monotonic() - self.started)
+        if self.least is not None and job.limit > left >= self.least:
+            job = job._replace(limit=left)
         if job.limit > left:
             self._say(f"{job.name:<18} left out: {left:.0f} s are left, its limit is {job.limit:.0f} s")
             return 1
@@ -190,6 +193,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("jobs", nargs="*", metavar="JOB")
     parser.add_argument("--commit", default="unknown", help="of this checkout: there is no git on the machine")
     parser.add_argument("--deadline", type=float, default=560, help="seconds from the start (default: %(default)s)")
+    parser.add_argument(
+        "--least", type=float, metavar="S", help="cut a job that does not fit, if S seconds are left for it"
+    )
     parser.add_argument("--check", action="store_true", help="only say whether there are such jobs")
     parser.add_argument("--table", type=Path, default=HERE / "jobs.txt", help="other jobs")
     options = parser.parse_args(arguments)
