@@ -15,7 +15,7 @@ from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
 from . import pace
-from .blocks import MOST, stay_together
+from .blocks import MOST
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
 from .errors import StraightlineError
@@ -102,8 +102,6 @@ class Specialized(Watched):
         if block is not None:
             assert route.decode is not None and cache is not None
             logits = route.decode(bound.of_blocks, block, inputs, cache, hook)
-            if type(cache[0].offset) is not int:
-                stay_together(cache)
         elif cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
