@@ -20,7 +20,7 @@ from .drift import changed_upstream
 from .errors import StraightlineError
 from .evaluation import evaluate
 from .facts import check_facts
-from .in_place import InPlace, Lease, in_place_sites, leasable, lying, put_off, run, sites_over_slots
+from .in_place import InPlace, Lease, copies_of, in_place_sites, leasable, lying, mixed, put_off, run, sites_over_slots
 from .joint import find_joints, let_wait, reading
 from .kernels import Attention, Call, QKVRope, Site, resolve_all, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
@@ -177,7 +177,10 @@ class Bound:
         products = tuple(filter(pays, every))
         own = {name: site for file in self.files for name, site in sites_of(file).items()}
         joints = find_joints(own, sites_over_slots(own), every, len(self.weights.layers))
-        halves = {f"{name}_scores": site.scores for name, site in own.items() if isinstance(site, Attention)}
+        halves: dict[str, Site] = {
+            **{f"{name}_scores": site.scores for name, site in own.items() if isinstance(site, Attention)},
+            **copies_of(own),
+        }
         named = [
             *halves.items(),
             *((one.slot, one.site) for one in products),
@@ -202,7 +205,8 @@ class Bound:
         if kernels is False:
             self.in_place_reason = "kernels are off"
         elif not guard.quantized:
-            in_place, self.in_place_reason = in_place_sites(sites, calls, dtype, kernels, self.readers)
+            in_place, self.in_place_reason, refused = in_place_sites(sites, calls, dtype, kernels, self.readers)
+            self.by_token_reason = self.by_token_reason or refused
         for name, site in sites.items():
             if isinstance(site, QKVRope) and site.kv_heads:
                 setattr(calls, name, _storing(getattr(calls, name)))
@@ -276,8 +280,8 @@ class Bound:
             if refused:
                 return route._replace(in_place=None)
             self.in_place_checked |= frozenset((self.form,))
-            if in_place.by_token is not None:
-                self.by_token_reason = self.by_token_reason or refused_for(by_token=True)
+            if in_place.by_token is not None and not self.by_token_reason:
+                self.by_token_reason = refused_for(by_token=True)
         return route._replace(in_place=in_place._replace(by_token=None)) if self.by_token_reason else route
 
     def block(self, route: Route, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace | None:
@@ -310,7 +314,7 @@ class Bound:
         if not evaluate([(cache.keys, cache.values) for cache in caches]):
             return
         found = lying(caches)
-        if found is None or (route.in_place.by_token is None and any(map(any, found))):
+        if found is None or mixed(caches, found) or (route.in_place.by_token is None and any(map(any, found))):
             put_off(caches)
         else:
             Lease(caches, route.guard, route.whole, found)

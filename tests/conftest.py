@@ -16,3 +16,9 @@ def exact_memory() -> Iterator[None]:
     limit = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(limit)
+
+
+@pytest.fixture
+def keys_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE on the CPU leaves keys head by head where values lie token by token; on CUDA both lie alike."""
+    monkeypatch.setattr("straightline.runtime.bound.mixed", lambda caches, found: False)

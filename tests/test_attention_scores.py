@@ -127,7 +127,7 @@ def test_used_in_place_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(over_slots, "resolved", lambda sites, *rest, **how: (kernel,) * len(tuple(sites)))
     monkeypatch.setattr(over_slots, "resolve_all", of_scores)
     sites = sites_of(gemma4_12b)
-    found, _ = in_place_sites(sites, SimpleNamespace(), mx.bfloat16, None)
+    found, *_ = in_place_sites(sites, SimpleNamespace(), mx.bfloat16, None)
     assert found is not None
     ours = {name: site for name, site in sites.items() if isinstance(site, Attention)}
     assert asked == [site.scores for site in ours.values()] and len(asked) == 2

@@ -439,6 +439,7 @@ def test_in_place_too(shape: str) -> None:
     batch.same()
 
 
+@pytest.mark.usefixtures("keys_as_values")
 @pytest.mark.parametrize(("prompt", "by_token"), [(20, True), (8, True), (7, False)])
 @pytest.mark.parametrize("shape", ["12b", "e4b"])
 def test_rows_as_the_model_gave_them_stay_as_they_lie(shape: str, prompt: int, by_token: bool) -> None:

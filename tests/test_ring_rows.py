@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from test_borrowed import interrupted
 
-from straightline.runtime.in_place import Lease, lying
+from straightline.runtime.in_place import Lease, lying, mixed
 from straightline.runtime.kv import KVCache, RotatingKVCache
 from straightline.runtime.kv.ours import make_ours
 
@@ -128,7 +128,12 @@ def test_how_the_rows_of_rings_lie_is_found(dtype: mx.Dtype) -> None:
     """Of keys and of values, each by itself."""
     by_head, by_token = BY_HEAD.astype(dtype), given(8).astype(dtype)
     pairs = [(by_head, by_head), (by_head, by_token), (by_token, by_head), (by_token, by_token)]
-    assert lying([full_ring(*pair) for pair in pairs]) == [(False, False), (False, True), (True, False), (True, True)]
+    rings = [full_ring(*pair) for pair in pairs]
+    found = [(False, False), (False, True), (True, False), (True, True)]
+    assert lying(rings) == found
+    alike = [mixed([ring, KVCache()], [how, (False, False)]) for ring, how in zip(rings, found, strict=True)]
+    assert alike == [False, True, True, False]
+    assert mixed(rings[::3], found[::3]) and not mixed(rings[3:] * 2, found[3:] * 2)
 
 
 @pytest.mark.parametrize("name", ODD)

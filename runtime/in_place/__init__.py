@@ -9,16 +9,18 @@ Once all rings are full, their layers find the same arrays at every token, and a
 
 from .lease import Lease, leasable, put_off
 from .leased import lease_of
-from .row_order import lying
-from .sites import InPlace, in_place_sites, over_whole_buffers, run, sites_over_slots
+from .row_order import lying, mixed
+from .sites import InPlace, copies_of, in_place_sites, over_whole_buffers, run, sites_over_slots
 
 __all__ = [
     "InPlace",
     "Lease",
+    "copies_of",
     "in_place_sites",
     "leasable",
     "lease_of",
     "lying",
+    "mixed",
     "over_whole_buffers",
     "put_off",
     "run",

@@ -27,8 +27,8 @@ class CompiledLayers:
             compiled = self._known[id(w)] = self._compile(function, w, type(kv) is Slot, rest[1:])
         if type(kv) is not Slot:
             return compiled(h, x, position, *rest[:1], *kv)
-        results = compiled(h, x, position, *rest[:1], kv.keys, kv.values, kv.ring, kv.clock.after, kv.k, kv.v)
-        return (*results, (kv.k, kv.v)) if id(w) in self._sources else results
+        h, x, *made = compiled(h, x, position, *rest[:1], kv.keys, kv.values, kv.ring, kv.clock.after, kv.k, kv.v)
+        return (h, x, tuple(made) or (kv.k, kv.v)) if id(w) in self._sources else (h, x)
 
     def _compile(self, function: Any, w: Any, owns: bool, index: tuple[int, ...]) -> Compiled:
         calls = self._calls
@@ -42,9 +42,11 @@ class CompiledLayers:
             *per_layer, keys, values, ring, after, k, v = rest
             slot = SimpleNamespace(keys=keys, values=values, ring=ring, clock=Clock(after, 0), k=k, v=v)
             h, x, *source = function(w, calls, h, x, slot, position, *per_layer, *index)
-            if source:
-                self._sources.add(id(w))
-            return h, x
+            if not source:
+                return h, x
+            self._sources.add(id(w))
+            (seen,) = source
+            return (h, x) if seen[0] is k else (h, x, *seen)
 
         compiled: Compiled = mx.compile(owner if owns else reader)
         return compiled

@@ -24,6 +24,15 @@ def lying(caches: list[Any]) -> list[ByToken] | None:
     return known if len(known) == len(found) else None
 
 
+def mixed(caches: list[Any], found: list[ByToken]) -> bool:
+    """Whether rings lie some so and some so, or keys otherwise than values; found: by `lying`.
+
+    No model leaves them so on CUDA. Products with some would be over copies, and those with others not.
+    """
+    rings = zip(caches, found, strict=True)
+    return len({way for cache, ways in rings if type(cache) is RotatingKVCache for way in ways}) > 1
+
+
 def _lying(cache: Any) -> ByToken | None:
     if type(cache) is not RotatingKVCache or cache.head_by_head:
         return False, False

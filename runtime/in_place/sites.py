@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..joint import in_place_name, reading
-from ..kernels import Attention, QKVRope, QKVRopeInto, Site, resolve_all, resolved
+from ..kernels import Attention, HeadCopies, QKVRope, QKVRopeInto, Site, resolve_all, resolved
 from .compiled import CompiledLayers
 from .slot import Slot
 
@@ -40,8 +40,8 @@ def in_place_sites(
     dtype: mx.Dtype,
     kernels: bool | None,
     readers: frozenset[str] = frozenset(),
-) -> tuple[InPlace | None, str]:
-    """As `calls`, but each token's K/V written where it stays; or None and the reason.
+) -> tuple[InPlace | None, str, str]:
+    """As `calls`, but each token's K/V written where it stays; or None and the reason. Last, why rows by token are not.
 
     sites: a file's, by name in lower case. calls: what serves them over ordinary caches. kernels: as for `resolved`.
     readers: as `let_wait` gives them.
@@ -50,26 +50,57 @@ def in_place_sites(
     over = dict(vars(calls))
     for (name, site), found in zip(ours.items(), resolved(ours.values(), dtype, kernels=kernels), strict=True):
         if found.state == "plain":
-            return None, f"{name}: {found.reason}"
+            return None, f"{name}: {found.reason}", ""
         call = reading(in_place_name(name), found.call) if name in readers else found.call
         if isinstance(site, Attention):
             call = site.over_views(*resolve_all((site.scores,), dtype, kernels=kernels))
         over[name] = call
         if isinstance(site, QKVRopeInto):
             over[name] = _into(call)
-    return in_place(over)._replace(by_token=in_place(over | over_rows_by_token(sites))), ""
+    exact, copying = in_place(over), copies_of(sites)
+    found_copies = resolved(copying.values(), dtype, kernels=kernels)
+    refused = (f"{name}: {one.reason}" for name, one in zip(copying, found_copies, strict=True) if one.state == "plain")
+    by_token_reason = next(refused, "")
+    if by_token_reason or not copying:
+        return exact, "", by_token_reason
+    copies = dict(zip(copying, (one.call for one in found_copies), strict=True))
+    return exact._replace(by_token=in_place(over | over_rows_by_token(sites, over, copies))), "", ""
 
 
-def over_rows_by_token(sites: Mapping[str, Site]) -> dict[str, Callable[..., mx.array]]:
-    """The calls that are others for them: MLX takes the products with such keys in another order than the kernel.
+def copies_of(sites: Mapping[str, Site]) -> dict[str, HeadCopies]:
+    """What rings by token need of the sites, by name.
 
-    Of sliding layers, since other caches are no rings.
+    Of sliding layers, since other caches are no rings. With one KV head rows lie in one way only.
     """
     return {
+        f"{name}_copies": HeadCopies(QKVRopeInto(site))
+        for name, site in sites.items()
+        if isinstance(site, QKVRope) and site.kv_heads > 1 and name.startswith("sliding")
+    }
+
+
+def over_rows_by_token(
+    sites: Mapping[str, Site], calls: Mapping[str, Any], copies: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """The calls that are others for them: attention, its readers' too, sees copies alone, by MLX's own operations.
+
+    calls: over rows head by head. copies: of the sites of `copies_of`.
+    """
+    seen = {
         name: site.over_views(site.scores.plain)
         for name, site in sites.items()
         if isinstance(site, Attention) and name.startswith("sliding")
     }
+    names = ((name.removesuffix("_copies"), call) for name, call in copies.items())
+    return seen | {name: _copied(calls[name], call) for name, call in names}
+
+
+def _copied(qkv: Callable[..., Any], copies: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def copied(slot: Slot, *inputs: Any) -> tuple[Any, ...]:
+        q, k, v = qkv(slot, *inputs)
+        return q, *copies(q, k, v)
+
+    return copied
 
 
 def in_place(calls: Mapping[str, Any]) -> InPlace:

@@ -4,6 +4,7 @@ A site is a frozen dataclass with its sizes baked in. `resolve(site, dtype)` giv
 """
 
 from .attention import Attention
+from .copies import HeadCopies
 from .experts import GatedExperts, QuantizedRouter, Router, SummedExperts
 from .fast import FastAttention
 from .fast_resolve import faster
@@ -25,6 +26,7 @@ __all__ = [
     "FastAttention",
     "GatedExperts",
     "Geglu",
+    "HeadCopies",
     "PerLayerEnd",
     "PerLayerGate",
     "ProductHeads",
