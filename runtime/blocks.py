@@ -7,13 +7,12 @@ token is a mask, and a position for each row. All else in the file is the same: 
 import sys
 from collections.abc import Mapping
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 
-from .evaluation import evaluate
 from .in_place import run
 from .kernels import Attention, QKVRope, sites_of
 from .kernels.masked import Fused, WrittenOut
@@ -21,8 +20,7 @@ from .kernels.site import Call, stands_in
 
 MOST = 32  # tokens: beyond, the device is the limit and not the host
 PATIENCE = 2  # blocks of a form, before it is checked whether these are exact
-APART = 64  # blocks of batch caches that are not together, before it is looked again
-OFFSET = attrgetter("offset")
+OFFSET, FORM = attrgetter("offset"), attrgetter("shape", "dtype")
 
 
 class Blocks:
@@ -40,74 +38,71 @@ class Blocks:
         self.pays = any(stands_in(calls[name], site) for name, site in sites.items())
         self._calls = dict(calls) | {"sliding_layer": run, "full_layer": run}
         self._attention = {kind: form(attention[f"{kind}_attention"], dtype) for kind, *_ in file.CACHES}
+        self._owners = len(file.CACHES)
         self._first = {kind: (index, window) for index, (kind, window) in reversed([*enumerate(file.CACHES)])}
+        self._source = {kind: index for index, (kind, _) in enumerate(file.CACHES)}  # of what readers read: the last
         self._heads = {name: bool(site.kv_heads) for name, site in sites.items() if isinstance(site, QKVRope)}
         self._asked: dict[tuple[int, ...], int] = {}
 
     def due(self, form: tuple[int, ...], caches: list[Any]) -> bool:
-        """Whether blocks of this form may go this way: over caches at one position, and not for the first time."""
+        """Whether blocks of this form, [B, L, ...], may go this way: over such caches, and not for the first time."""
         times = self._asked[form] = self._asked.get(form, 0) + 1
-        if times < PATIENCE:
-            return False
-        if together(caches):
-            return True
-        if type(caches[0].offset) is not int:
-            self._asked[form] = -APART  # looking has waited for the device
-        return False
+        return times >= PATIENCE and servable(caches[: self._owners], form[0])
 
     def refuse(self, form: tuple[int, ...]) -> None:
         """Those of this form are never due again."""
         self._asked[form] = -sys.maxsize
 
     def begin(self, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace:
-        """What `decode` calls for a block of ids of this shape, [B, L]."""
+        """What `decode` calls for a block of ids of this shape, [B, L], over caches that were due."""
         batch, length = shape
-        positions = offset = caches[0].offset
+        offset, positions = caches[0].offset, None
         if type(offset) is int:
             positions = mx.array([*range(offset, offset + length)] * batch, dtype=mx.int32)
         calls = dict(self._calls)
         for name, stores in self._heads.items():
+            kind = name.partition("_")[0]
             if stores:
-                views = self._attention[name.removesuffix("_qkv")].views
-                calls[name] = partial(_stored, calls[name], positions, shape, views)
+                calls[name] = partial(_stored, calls[name], positions, shape, self._attention[kind].views)
             else:
-                calls[name] = partial(_turned, calls[name], positions, shape)
+                read = caches[self._source[kind]].offset if positions is None else positions
+                calls[name] = partial(_turned, calls[name], read, shape)
         for kind, (index, window) in self._first.items():
+            mask = caches[index].make_mask(length, return_array=False, window_size=window)
             attention = self._attention[kind]
-            mask = caches[index].make_mask(length, return_array=attention.takes_arrays, window_size=window)
             calls[f"{kind}_attention"] = partial(attention, attention.mask(mask, batch, length))
         return SimpleNamespace(**calls)
 
 
-def together(caches: list[Any]) -> bool:
-    """Whether all are at one position: a number, or in batch caches one for each row, which `stay_together` keeps."""
+def servable(caches: list[Any], batch: int) -> bool:
+    """Whether each is there once, and all are at one position, a number; or each holds one for each row in an array.
+
+    The arrays of batch caches may differ: each layer takes its own, as in `forward`. To look would wait for the device.
+    """
     offsets = list(map(OFFSET, caches))
-    first = offsets[0]
-    if type(first) is int:
-        return all(type(offset) is int and offset == first for offset in offsets)
-    known = getattr(caches[0], "together", ())
-    if len(known) == len(offsets) and all(map(is_, known, offsets)):
-        return True
-    if any(type(offset) is not mx.array or offset.shape != first.shape for offset in offsets):
+    kinds = set(map(type, offsets))
+    if len(set(map(id, caches))) < len(caches):
         return False
-    return evaluate(offsets) and bool(mx.all(mx.stack(offsets) == first).item())
-
-
-def stay_together(caches: list[Any]) -> None:
-    """After one token of each row, over batch caches that were together: so are they still."""
-    caches[0].together = list(map(OFFSET, caches))
+    if kinds == {int}:
+        return len(set(offsets)) == 1
+    return kinds == {mx.array} and set(map(FORM, offsets)) == {((batch,), mx.int32)}
 
 
 def _stored(
-    call: Call, positions: mx.array, shape: tuple[int, int], views: Call, cache: Any, *inputs: mx.array
+    call: Call, positions: mx.array | None, shape: tuple[int, int], views: Call, cache: Any, *inputs: mx.array
 ) -> tuple[mx.array, Any, Any]:
-    """q, and all keys and values of the cache. inputs: those of QKVRope, with the one position of `decode`."""
+    """q, and all keys and values of the cache. inputs: those of QKVRope, with the one position of `decode`.
+
+    positions: int32 [B * L], of each token; None: the cache's own, of each row.
+    """
     qkv, q_norm, k_norm, _, *freqs = inputs
-    q, k, v = (_by_head(one, shape) for one in call(qkv, q_norm, k_norm, positions, *freqs))
+    at = cache.offset if positions is None else positions
+    q, k, v = (_by_head(one, shape) for one in call(qkv, q_norm, k_norm, at, *freqs))
     return q, *views(*cache.update_and_fetch(k, v))
 
 
 def _turned(call: Call, positions: mx.array, shape: tuple[int, int], *inputs: mx.array) -> mx.array:
+    """q of a layer that shares K/V. positions: int32 [B * L], of each token."""
     q, q_norm, _, *freqs = inputs
     return _by_head(call(q, q_norm, positions, *freqs), shape)
 

@@ -150,7 +150,8 @@ class Bound:
                 self.decode_reason = self._check_decode()
                 self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
-                self.routes = tuple(route._replace(decode=None, in_place=None, blocks=None) for route in self.routes)
+                self.routes = tuple(map(without_decode, self.routes))
+                self.block_reason = self.decode_reason
             self.routes = tuple(map(self._checked_quantized, self.files, self.routes))
             self.batch_reason = self._check_batch()
             self.routes = tuple(map(self._checked_in_place, self.files, self.routes))
@@ -240,7 +241,7 @@ class Bound:
         """The route without `decode` where that is exact for plain K/V only."""
         refused = self._decode_refused(file, route)
         self.quantized_reason = self.quantized_reason or refused
-        return route._replace(decode=None) if refused else route
+        return without_decode(route) if refused else route
 
     def _check_batch(self) -> str:
         """A lone request in batch caches has plain K/V."""
@@ -394,6 +395,11 @@ class Bound:
             return self.route(cache)
         quantized = isinstance(cache, list) and any(packing(one)[0] for one in cache)
         return None, reasons[-1 if quantized else 0]
+
+
+def without_decode(route: Route) -> Route:
+    """The route of which `forward` takes every call."""
+    return route._replace(decode=None, in_place=None, blocks=None)
 
 
 def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

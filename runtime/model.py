@@ -14,7 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 
 from ..codegen.spec import Spec
-from .blocks import MOST, stay_together
+from . import pace
+from .blocks import MOST
 from .bound import Bound, Options
 from .dispatch import REASONS, Dispatch
 from .errors import StraightlineError
@@ -101,8 +102,6 @@ class Specialized(Watched):
         if block is not None:
             assert route.decode is not None and cache is not None
             logits = route.decode(bound.of_blocks, block, inputs, cache, hook)
-            if type(cache[0].offset) is not int:
-                stay_together(cache)
         elif cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):
@@ -110,6 +109,8 @@ class Specialized(Watched):
                 assert given is not None
                 give_all_back(given)
                 cache = given
+            if pace.long(inputs.size):
+                hook = pace.paced(hook, len(cache))
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)

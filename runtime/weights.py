@@ -278,8 +278,9 @@ def expert_linear(module: Any, is_down: bool) -> Callable[[mx.array, mx.array], 
     def expert_linear(x: mx.array, chosen: mx.array) -> mx.array:
         shape = chosen.shape
         if shape not in rows:
-            rows[shape] = (mx.arange(chosen.size, dtype=mx.uint32) // (1 if is_down else shape[-1])).reshape(shape)
-            mx.eval(rows[shape])
+            made = (mx.arange(chosen.size, dtype=mx.uint32) // (1 if is_down else shape[-1])).reshape(shape)
+            mx.eval(made)
+            rows[shape] = made  # evaluated, since other threads find it
         y: mx.array = mx.gather_qmm(
             x,
             weight,

@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from ..benchmark.sides import sides
     from ..decode_check import on_gpu
     from ..verification.machine import describe
+    from ..verification.proof import decoding
 
     head = describe(None)
     if not options.json:
@@ -91,6 +92,12 @@ def run(options: argparse.Namespace) -> int:
             if not options.json:
                 bar.write("\n".join(report.lines(found)), file=sys.stdout)
                 sys.stdout.flush()
+    # Whether blocks of a shape are exact is not known before one comes.
+    late = {key: value for key, value in decoding(pair.model).items() if facts.get(key) != value}
+    if late and not options.json:
+        print()
+        _show(late)
+    facts |= late
     if options.json:
         sites = [asdict(one) for one in pair.sites]
         record = {"machine": head | facts, "fused_sites": sites, "rows": [row.plain() for row in rows]}

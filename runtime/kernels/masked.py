@@ -1,20 +1,20 @@
 """Attention of a block, [B, L] tokens at once, with a mask: as MLX fuses it, or as its fallback does it, written out.
 
 Each takes q [B, heads, L, head_dim]; k, v as `views` makes them, once for all layers that share them, of what a cache
-hands out, [B, kv_heads, rows, head_dim]; and a mask as `mask` makes it, once for all layers of a kind.
+hands out, [B, kv_heads, rows, head_dim]; and a mask as `mask` makes it, once for all layers of a kind, of one that a
+cache makes: None, "causal", or bool [rows], [L, rows] or [B, 1, L, rows].
 """
 
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 
 from .attention import Attention
 
 
 class Fused:
     """Where MLX has fused attention, and where nothing is known."""
-
-    takes_arrays = False  # of masks: only those that cannot be said in a word
 
     def __init__(self, site: Attention, dtype: mx.Dtype) -> None:
         self.unit = site.unit
@@ -32,24 +32,39 @@ class Fused:
         return merged
 
 
+class Masks(dict[int, tuple[mx.array, mx.array]]):
+    """By the number of rows, made once: the mask, bool, and what stands where it is False, both shaped as the scores.
+
+    "causal" is said of as many rows as each layer finds, the last of which are the block's own.
+    """
+
+    def __init__(self, mask: Any, shape: tuple[int, ...], least: mx.array) -> None:
+        """shape: of the scores, without their rows."""
+        super().__init__()
+        self.mask, self.shape, self.least = mask, shape, least
+
+    def __missing__(self, rows: int) -> tuple[mx.array, mx.array]:
+        mask = self.mask
+        if type(mask) is str:
+            length = self.shape[-1]
+            mask = create_causal_mask(length, rows - length)
+        shape = (*self.shape, mask.shape[-1])
+        self[rows] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(self.least, shape)
+        return made
+
+
 class WrittenOut:
     """MLX's fallback without the product with a scale of 1, and without a view that another layer has made already."""
-
-    takes_arrays = True
 
     def __init__(self, site: Attention, dtype: mx.Dtype) -> None:
         self.unit, self.head_dim = site.unit, site.head_dim
         self.heads = (site.kv_heads, site.repeats) if site.repeats > 1 else (site.heads,)
         self.least = mx.array(mx.finfo(dtype).min, dtype)
 
-    def mask(self, mask: mx.array | None, batch: int, length: int) -> tuple[mx.array, mx.array] | None:
-        """The mask, bool [L, rows] or [B, 1, L, rows], and what stands where it is False, both shaped as the scores."""
-        if mask is None:
-            return None
-        if mask.ndim > 2 and len(self.heads) > 1:
+    def mask(self, mask: Any, batch: int, length: int) -> Masks | None:
+        if isinstance(mask, mx.array) and mask.ndim > 2 and len(self.heads) > 1:
             mask = mx.expand_dims(mask, -3)
-        shape = (batch, *self.heads, length, mask.shape[-1])
-        return mx.broadcast_to(mask, shape), mx.broadcast_to(self.least, shape)
+        return None if mask is None else Masks(mask, (batch, *self.heads, length), self.least)
 
     def views(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if len(self.heads) == 1:
@@ -61,14 +76,15 @@ class WrittenOut:
             mx.expand_dims(v, 2), (*shape, rows, self.head_dim)
         )
 
-    def __call__(self, mask: tuple[mx.array, mx.array] | None, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    def __call__(self, masks: Masks | None, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """[B, L, heads * head_dim]."""
         batch, _, length, _ = q.shape
         if len(self.heads) > 1:
             q = mx.unflatten(q, 1, self.heads)
         scores = q @ k
-        if mask is not None:
-            scores = mx.where(mask[0], scores, mask[1])
+        if masks is not None:
+            mask, least = masks[k.shape[-1]]
+            scores = mx.where(mask, scores, least)
         y = mx.softmax(scores, axis=-1, precise=True) @ v
         if length > 1:
             y = y.transpose(0, 3, 1, 2, 4) if len(self.heads) > 1 else y.transpose(0, 2, 1, 3)

@@ -7,7 +7,7 @@
 #
 # e4b, 12b, 26b, 31b, e2b: 64 compared steps, then one token a call and the loop, at context 600 (E sizes) or 1100, 4-bit
 # weights. e4b-suite, 12b-suite, 26b-suite: the standard set. e4b-8bit, e4b-mixed: other weights, widths 1 and 4.
-# e4b-peaks: memory, kernel after kernel.
+# e4b-prompts, 12b-blocks: parts of the set by themselves. e4b-peaks: memory, kernel after kernel.
 #
 # Exits with 1 if a table was cut, left out, or has a cell that departs or cannot be run.
 # A table that its time limit cut holds the cells that were done. Seen on an H200: 39 s for e4b, 55 s for 12b, and more
@@ -47,6 +47,8 @@ for name in "$@"; do
     e4b-suite) bench e4b-suite 320 --random gemma4-e4b --suite --seconds 3 ;;
     12b-suite) bench 12b-suite 320 --random gemma4-12b --suite --seconds 3 ;;
     26b-suite) bench 26b-suite 320 --random gemma4-26b --suite --seconds 3 ;;
+    e4b-prompts) bench e4b-prompts 100 --random gemma4-e4b --context 512 --width 1,16 --prefill 2048,8192 --steps 16 --seconds 3 ;;
+    12b-blocks) bench 12b-blocks 120 --random gemma4-12b --context 512 --width 2,4,8 --batch 1,4 --steps 16 --seconds 3 ;;
     e4b-8bit) bench e4b-8bit 100 --random gemma4-e4b --bits 8 --context 600 --width 1,4 --loop --seconds 4 ;;
     e4b-mixed) bench e4b-mixed 100 --random gemma4-e4b --bits mixed --context 600 --width 1,4 --loop --seconds 4 ;;
     e4b-peaks)
@@ -54,7 +56,7 @@ for name in "$@"; do
       CUDA_LAUNCH_BLOCKING=1 MLX_USE_CUDA_GRAPHS=0 MLX_MAX_OPS_PER_BUFFER=1 bench e4b-peaks 140 --random gemma4-e4b \
         --context 512 --batch 1,4,16 --width 1,8 --prefill 2048 --steps 3 --rounds 3 --tokens 3
       ;;
-    *) worst=2; echo "$name: expected some of e4b 12b 26b 31b e2b e4b-suite 12b-suite 26b-suite e4b-8bit e4b-mixed e4b-peaks" ;;
+    *) worst=2; echo "$name: expected some of e4b 12b 26b 31b e2b e4b-suite 12b-suite 26b-suite e4b-prompts 12b-blocks e4b-8bit e4b-mixed e4b-peaks" ;;
   esac
 done
 exit $worst

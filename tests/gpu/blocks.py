@@ -2,8 +2,10 @@
 
     . tests/gpu/path.sh && python3 tests/gpu/blocks.py
 
-Bits beside MLX's own calls apart, at the sizes of the five models; then microseconds of each form. A line a shape, each
-after a minute or more in which MLX compiles a kernel for each number of rows; exits with 1 if a form differs anywhere.
+First E4B's blocks of several shapes as a whole: which is refused, from which layer on it differs, and whether without
+joined products or with MLX's own attention. Then these parts at the sizes of the five models: bits beside MLX's own
+calls, and microseconds of each form, a line a shape; on a bare machine each after a minute, while MLX compiles a kernel
+for each number of rows. Exits with 1 if a form differs anywhere.
 """
 
 import itertools
@@ -12,10 +14,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 from machine import describe
+
+from straightline.runtime import specialize
+from straightline.runtime.arrays import same_bits
+from straightline.runtime.decode_check import block_refused
+from straightline.runtime.kernels.masked import Fused
+from straightline.runtime.kv.make import caches_for
+from straightline.runtime.taps import no_tap
+from straightline.runtime.verification.proof import from_random
 
 ROWS = (2, 3, 4, 5, 6, 8, 11, 12, 16, 24, 32)
 PRODUCTS = {  # inputs: widths of the parts
@@ -46,6 +57,7 @@ HEADS = {  # heads, KV heads, head_dim
 }
 LENGTHS = (17, 300, 511, 512, 600, 1100, 3000)
 SHAPES = ((1, 2), (1, 4), (1, 7), (1, 16), (4, 1), (16, 1), (3, 2))  # batch, width
+BLOCKS = ((1, 7), (1, 8), (1, 12), (1, 16), (1, 24), (1, 32), (16, 1), (4, 4))
 DTYPE = mx.bfloat16
 
 
@@ -53,9 +65,74 @@ def main() -> int:
     for key, value in describe(None).items():
         print(f"{key:<9} {value}", flush=True)
     layouts()
-    wrong = sum(products(name, *shape, bits) for name, shape in PRODUCTS.items() for bits in (4, 8))
+    wrong = whole("gemma4-e4b")
+    wrong += sum(products(name, *shape, bits) for name, shape in PRODUCTS.items() for bits in (4, 8))
     wrong += sum(attention(name, *shape) for name, shape in HEADS.items())
     return int(wrong > 0)
+
+
+def whole(name: str) -> int:
+    """How many shapes are refused."""
+    proof = from_random(name, False, None, None, 7)
+    bound: Any = specialize(proof.model, strict=True, kernels=True)._bound
+    route, refused = next(one for one in bound.routes if one.blocks is not None), 0
+    make_caches = partial(caches_for, route.blocks.file.CACHES)
+    for shape in BLOCKS:
+        ask = partial(block_refused, bound.weights, shape=shape, padded=False, make_caches=make_caches)
+        reason = ask(bound.of_blocks, route, vocabulary=bound.vocabulary)
+        print(f"{name} {shape}: {reason or 'equal'}", flush=True)
+        if reason:
+            refused += 1
+            print(f"  from layer {first_layer(bound, route, shape, make_caches)} on", flush=True)
+            print(f"  products apart: {ask(apart(bound.of_blocks), route, vocabulary=bound.vocabulary) or 'equal'}")
+            kept = route.blocks._attention
+            sites = {kind: getattr(route.blocks.file, f"{kind.upper()}_ATTENTION") for kind in kept}
+            route.blocks._attention = {kind: Fused(site, DTYPE) for kind, site in sites.items()}
+            print(f"  MLX's own attention: {ask(bound.of_blocks, route, vocabulary=bound.vocabulary) or 'equal'}")
+            route.blocks._attention = kept
+    return refused
+
+
+def first_layer(bound: Any, route: Any, shape: tuple[int, int], make_caches: Callable[[], list[Any]]) -> str:
+    """Where the hidden states of a block part from forward's: -1 the embedding, then the layers."""
+    found: list[dict[int, mx.array]] = []
+    ids = mx.arange(shape[0] * shape[1]).reshape(shape)
+    for by_decode in (False, True):
+        kept: dict[int, mx.array] = {}
+
+        def keep(index: int, rows: mx.array, kept: dict[int, mx.array] = kept) -> mx.array:
+            kept[index] = rows
+            return rows
+
+        caches = make_caches()
+        route.forward(bound.weights, mx.broadcast_to(mx.arange(5), (shape[0], 5)), caches, no_tap)
+        if by_decode:
+            route.decode(bound.of_blocks, route.blocks.begin(shape, caches), ids, caches, keep)
+        else:
+            route.forward(bound.weights, ids, caches, keep)
+        mx.eval(kept)
+        found.append(kept)
+    return next((str(index) for index in sorted(found[0]) if not same_bits(found[0][index], found[1][index])), "none")
+
+
+def apart(weights: Any) -> Any:
+    """q, k and v, gate and up by products of their own, side by side."""
+    several = SimpleNamespace(**vars(weights))
+    several.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
+    for layer in several.layers:
+        if hasattr(layer, "qkv_proj"):
+            parts = [getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj") if hasattr(layer, name)]
+            layer.qkv_proj = partial(beside, parts)
+        layer.gated = partial(gated, [layer.gate_proj, layer.up_proj])
+    return several
+
+
+def beside(calls: list[Any], x: mx.array) -> mx.array:
+    return mx.concatenate([call(x) for call in calls], axis=-1)
+
+
+def gated(calls: list[Any], x: mx.array, geglu: Any) -> Any:
+    return geglu(beside(calls, x))
 
 
 def layouts() -> None:
