@@ -41,7 +41,7 @@ class Blocks:
         self._owners = len(file.CACHES)
         self._first = {kind: (index, window) for index, (kind, window) in reversed([*enumerate(file.CACHES)])}
         self._source = {kind: index for index, (kind, _) in enumerate(file.CACHES)}  # of what readers read: the last
-        self._heads = {name: bool(site.kv_heads) for name, site in sites.items() if isinstance(site, QKVRope)}
+        self._heads = {name: site for name, site in sites.items() if isinstance(site, QKVRope)}
         self._asked: dict[tuple[int, ...], int] = {}
 
     def due(self, form: tuple[int, ...], caches: list[Any]) -> bool:
@@ -56,17 +56,18 @@ class Blocks:
     def begin(self, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace:
         """What `decode` calls for a block of ids of this shape, [B, L], over caches that were due."""
         batch, length = shape
-        offset, positions = caches[0].offset, None
+        offset, position = caches[0].offset, None
         if type(offset) is int:
-            positions = mx.array([*range(offset, offset + length)] * batch, dtype=mx.int32)
+            # One for each row; of several tokens a row, that of the first.
+            position = mx.array(offset) if length > 1 else mx.array([offset] * batch)
         calls = dict(self._calls)
-        for name, stores in self._heads.items():
-            kind = name.partition("_")[0]
-            if stores:
-                calls[name] = partial(_stored, calls[name], positions, shape, self._attention[kind].views)
+        for name, site in self._heads.items():
+            call, kind = calls[name] if length == 1 else site.over_block, name.partition("_")[0]
+            if site.kv_heads:
+                calls[name] = partial(_stored, call, position, self._attention[kind].views)
             else:
-                read = caches[self._source[kind]].offset if positions is None else positions
-                calls[name] = partial(_turned, calls[name], read, shape)
+                read = caches[self._source[kind]].offset if position is None else position
+                calls[name] = partial(_turned, call if length == 1 else _alone(call), read)
         for kind, (index, window) in self._first.items():
             mask = caches[index].make_mask(length, return_array=False, window_size=window)
             attention = self._attention[kind]
@@ -89,30 +90,21 @@ def servable(caches: list[Any], batch: int) -> bool:
 
 
 def _stored(
-    call: Call, positions: mx.array | None, shape: tuple[int, int], views: Call, cache: Any, *inputs: mx.array
+    call: Call, position: mx.array | None, views: Call, cache: Any, qkv: Any, *inputs: mx.array
 ) -> tuple[mx.array, Any, Any]:
     """q, and all keys and values of the cache. inputs: those of QKVRope, with the one position of `decode`.
 
-    positions: int32 [B * L], of each token; None: the cache's own, of each row.
+    position: int32, a scalar or one for each row; None: the cache's own.
     """
-    qkv, q_norm, k_norm, _, *freqs = inputs
-    at = cache.offset if positions is None else positions
-    q, k, v = (_by_head(one, shape) for one in call(qkv, q_norm, k_norm, at, *freqs))
+    q_norm, k_norm, _, *freqs = inputs
+    q, k, v = call(qkv, q_norm, k_norm, cache.offset if position is None else position, *freqs)
     return q, *views(*cache.update_and_fetch(k, v))
 
 
-def _turned(call: Call, positions: mx.array, shape: tuple[int, int], *inputs: mx.array) -> mx.array:
-    """q of a layer that shares K/V. positions: int32 [B * L], of each token."""
-    q, q_norm, _, *freqs = inputs
-    return _by_head(call(q, q_norm, positions, *freqs), shape)
+def _turned(call: Call, position: mx.array, q: mx.array, q_norm: mx.array, _: mx.array, *freqs: mx.array) -> Any:
+    """q of a layer that shares K/V. position: int32, a scalar or one for each row."""
+    return call(q, q_norm, position, *freqs)
 
 
-def _by_head(rows: mx.array, shape: tuple[int, int]) -> mx.array:
-    """[B * L, heads, 1, head_dim] as [B, heads, L, head_dim], its values where they are, as MLX's rope leaves them."""
-    batch, length = shape
-    if length == 1:
-        return rows
-    if batch == 1:
-        return rows.transpose(2, 1, 0, 3)
-    _, heads, _, head_dim = rows.shape
-    return rows.reshape(batch, length, heads, head_dim).transpose(0, 2, 1, 3)
+def _alone(over_block: Call) -> Call:
+    return lambda q, *rest: over_block((q,), *rest)

@@ -33,7 +33,7 @@ from .registry import find_generated
 from .tier import States, fast_refused, fast_route
 from .user_files import find_user_file, make_user_file
 from .watch import changed_since, changes, plain_class, watch
-from .weights import bind, floating, for_blocks
+from .weights import bind, floating, for_blocks, with_heads_apart
 
 BlockForm = tuple[int, str, tuple[int, ...]]  # see `form_of`; the file; batch, length, whether in batch caches
 
@@ -137,7 +137,9 @@ class Bound:
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
             self.weights.single = self._for_one_token(text, kernels)
-            self.of_blocks = for_blocks(self.weights)  # not of the weights' own: it may be these
+            # Not the weights' own, since they may be these. By whether there are several tokens of a sequence.
+            of_rows = for_blocks(self.weights)
+            self.of_blocks = of_rows, with_heads_apart(of_rows)
             self.sentinel: int = self.files[0].SENTINEL
             self.routes = tuple(self._route(text, file, kernels) for file in self.files)
             self.vocabulary = spec.vocab_size
@@ -312,7 +314,8 @@ class Bound:
         checked = self.form, blocks.file.FINGERPRINT, form
         if checked not in self.blocks_checked:
             caches_of_file = partial(caches_for, blocks.file.CACHES)
-            refused = block_refused(self.weights, self.of_blocks, route, shape, padded, caches_of_file, self.vocabulary)
+            weights = self.of_blocks[shape[1] > 1]
+            refused = block_refused(self.weights, weights, route, shape, padded, caches_of_file, self.vocabulary)
             if refused:
                 if refused != IN_A_TRACE:
                     blocks.refuse(form)

@@ -101,7 +101,7 @@ class Specialized(Watched):
             self.dispatch.block_reason = bound.block_reason
         if block is not None:
             assert route.decode is not None and cache is not None
-            logits = route.decode(bound.of_blocks, block, inputs, cache, hook)
+            logits = route.decode(bound.of_blocks[inputs.shape[1] > 1], block, inputs, cache, hook)
         elif cache is None:
             logits = route.forward(bound.weights, inputs, route.guard.none, hook)
         elif decode is None or (lease is None and not route.guard.maskless(cache)):

@@ -220,6 +220,22 @@ def for_blocks(weights: Any) -> Any:
     return several
 
 
+def with_heads_apart(weights: Any) -> Any:
+    """As `weights`, with q, k and v of a layer in a tuple in place of side by side."""
+    several = SimpleNamespace(**vars(weights))
+    several.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
+    for layer in several.layers:
+        if hasattr(layer, "qkv_proj"):
+            layer.qkv_proj = _each(
+                [vars(layer)[name] for name in ("q_proj", "k_proj", "v_proj") if name in vars(layer)]
+            )
+    return several
+
+
+def _each(calls: list[Callable[[mx.array], mx.array]]) -> Callable[[mx.array], tuple[mx.array, ...]]:
+    return lambda x: tuple(call(x) for call in calls)
+
+
 def _experts_of_block(layer: Any) -> dict[str, Callable[..., mx.array]]:
     gated, summed, switch_glu = layer.gated_experts, layer.summed_experts, layer.switch_glu
 

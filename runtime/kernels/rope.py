@@ -1,6 +1,7 @@
 """From the joined projections of one token to q, k and v: norms and rotary positions."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,26 @@ class QKVRope(Site):
         q = self._rope(self._norm(q, self.heads, q_norm), position, freqs)
         k = self._rope(self._norm(k, self.kv_heads, k_norm), position, freqs)
         return q, k, self._norm(v, self.kv_heads, None)
+
+    def over_block(self, parts: Sequence[mx.array], *rest: Any) -> Outputs:
+        """`plain` for several tokens of each sequence, in mlx-lm's order: q [B, heads, L, head_dim]; k, v likewise.
+
+        parts: q, k and v as projected, [B, L, heads * head_dim] each, as many as there are. The others as `plain` takes
+        them, position that of the first token.
+        """
+        q_norm, *rest_of = rest
+        k_norm = rest_of.pop(0) if self.kv_heads else None
+        position, freqs = rest_of if self.theta is None else (rest_of[0], None)
+        q = self._rope(self._normed(parts[0], self.heads, q_norm), position, freqs)
+        if k_norm is None:
+            return q
+        values = self._normed(parts[-1], self.kv_heads, None)
+        return q, self._rope(self._normed(parts[1], self.kv_heads, k_norm), position, freqs), values
+
+    def _normed(self, x: mx.array, heads: int, weight: mx.array | None) -> mx.array:
+        rows = x.reshape(*x.shape[:2], heads, self.head_dim)
+        normed: mx.array = mx.fast.rms_norm(rows, weight, self.eps).transpose(0, 2, 1, 3)
+        return normed
 
     def _norm(self, x: mx.array, heads: int, weight: mx.array | None) -> mx.array:
         """For one token a reshape does what mlx-lm's reshape and transpose do."""

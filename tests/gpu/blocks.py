@@ -79,16 +79,17 @@ def whole(name: str) -> int:
     make_caches = partial(caches_for, route.blocks.file.CACHES)
     for shape in BLOCKS:
         ask = partial(block_refused, bound.weights, shape=shape, padded=False, make_caches=make_caches)
-        reason = ask(bound.of_blocks, route, vocabulary=bound.vocabulary)
+        weights = bound.of_blocks[shape[1] > 1]
+        reason = ask(weights, route, vocabulary=bound.vocabulary)
         print(f"{name} {shape}: {reason or 'equal'}", flush=True)
         if reason:
             refused += 1
             print(f"  from layer {first_layer(bound, route, shape, make_caches)} on", flush=True)
-            print(f"  products apart: {ask(apart(bound.of_blocks), route, vocabulary=bound.vocabulary) or 'equal'}")
+            print(f"  products apart: {ask(apart(weights), route, vocabulary=bound.vocabulary) or 'equal'}")
             kept = route.blocks._attention
             sites = {kind: getattr(route.blocks.file, f"{kind.upper()}_ATTENTION") for kind in kept}
             route.blocks._attention = {kind: Fused(site, DTYPE) for kind, site in sites.items()}
-            print(f"  MLX's own attention: {ask(bound.of_blocks, route, vocabulary=bound.vocabulary) or 'equal'}")
+            print(f"  MLX's own attention: {ask(weights, route, vocabulary=bound.vocabulary) or 'equal'}")
             route.blocks._attention = kept
     return refused
 
@@ -107,7 +108,7 @@ def first_layer(bound: Any, route: Any, shape: tuple[int, int], make_caches: Cal
         caches = make_caches()
         route.forward(bound.weights, mx.broadcast_to(mx.arange(5), (shape[0], 5)), caches, no_tap)
         if by_decode:
-            route.decode(bound.of_blocks, route.blocks.begin(shape, caches), ids, caches, keep)
+            route.decode(bound.of_blocks[shape[1] > 1], route.blocks.begin(shape, caches), ids, caches, keep)
         else:
             route.forward(bound.weights, ids, caches, keep)
         mx.eval(kept)
@@ -116,13 +117,10 @@ def first_layer(bound: Any, route: Any, shape: tuple[int, int], make_caches: Cal
 
 
 def apart(weights: Any) -> Any:
-    """q, k and v, gate and up by products of their own, side by side."""
+    """Gate and up by products of their own, side by side."""
     several = SimpleNamespace(**vars(weights))
     several.layers = [SimpleNamespace(**vars(layer)) for layer in weights.layers]
     for layer in several.layers:
-        if hasattr(layer, "qkv_proj"):
-            parts = [getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj") if hasattr(layer, name)]
-            layer.qkv_proj = partial(beside, parts)
         layer.gated = partial(gated, [layer.gate_proj, layer.up_proj])
     return several
 
