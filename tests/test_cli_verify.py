@@ -115,6 +115,7 @@ def test_what_mlx_cannot_run_is_neither_equal_nor_a_departure(
     assert first["result"] == "departs" and "fails where mlx-lm's does not" in first["where"]
 
 
+@pytest.mark.usefixtures("keys_as_values")
 def test_single_tokens_are_compared_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease ends once its caches are looked at, so that nobody looks in the middle of a cell."""
     models, tokens, begin = leasing("e4b", 16), [0], Lease.begin
