@@ -306,10 +306,12 @@ class Bound:
         Of each form the first goes through `forward`. The second time it is asked for, both are compared.
         """
         blocks = route.blocks
+        if blocks is None:
+            return None
         padded = type(caches[0].offset) is not int
         form = (*shape, padded)
         # Chunks of a prompt in batch caches may move rows of their own accord.
-        if blocks is None or (padded and shape[1] > 1) or not blocks.due(form, caches):
+        if (padded and shape[1] > 1) or not blocks.due(form, caches):
             return None
         checked = self.form, blocks.file.FINGERPRINT, form
         if checked not in self.blocks_checked:

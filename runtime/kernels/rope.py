@@ -49,9 +49,8 @@ class QKVRope(Site):
         return self.shapes(batch * length)
 
     def plain(self, *inputs: Any) -> Outputs:
-        qkv, q_norm, *rest = inputs
-        k_norm = rest.pop(0) if self.kv_heads else None
-        position, freqs = rest if self.theta is None else (rest[0], None)
+        qkv, *rest = inputs
+        q_norm, k_norm, position, freqs = self._named(*rest)
         if k_norm is None:
             q = self._rope(self._norm(qkv, self.heads, q_norm), position, freqs)
             return q.reshape(self.shapes(q.shape[0])[0]) if self.grouped else q
@@ -71,14 +70,17 @@ class QKVRope(Site):
         parts: q, k and v as projected, [B, L, heads * head_dim] each, as many as there are. The others as `plain` takes
         them, position that of the first token.
         """
-        q_norm, *rest_of = rest
-        k_norm = rest_of.pop(0) if self.kv_heads else None
-        position, freqs = rest_of if self.theta is None else (rest_of[0], None)
+        q_norm, k_norm, position, freqs = self._named(*rest)
         q = self._rope(self._normed(parts[0], self.heads, q_norm), position, freqs)
         if k_norm is None:
             return q
         values = self._normed(parts[-1], self.kv_heads, None)
         return q, self._rope(self._normed(parts[1], self.kv_heads, k_norm), position, freqs), values
+
+    def _named(self, q_norm: mx.array, *rest: mx.array) -> tuple[mx.array, mx.array | None, mx.array, mx.array | None]:
+        """q_norm, k_norm, position, freqs: None what this site does without."""
+        k_norm, rest = (rest[0], rest[1:]) if self.kv_heads else (None, rest)
+        return q_norm, k_norm, rest[0], rest[1] if self.theta is None else None
 
     def _normed(self, x: mx.array, heads: int, weight: mx.array | None) -> mx.array:
         rows = x.reshape(*x.shape[:2], heads, self.head_dim)

@@ -32,6 +32,7 @@ os.environ.setdefault("STRAIGHTLINE_CACHE", tempfile.mkdtemp(prefix="straightlin
 
 import mlx.core as mx
 from machine import ROOT, describe
+from ways import parts
 
 from straightline.runtime import load_generated, specialize
 from straightline.runtime.kernels import (
@@ -354,7 +355,8 @@ def models(
         print(
             f"   {name:<18} x{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}], "
             f"best over best x{max(rates[name]) / max(rates['mlx-lm']):.2f}; "
-            f"tok/s {statistics.median(rates[name]):.1f}, best {max(rates[name]):.1f}; ms: {parts(use(name), token)}; "
+            f"tok/s {statistics.median(rates[name]):.1f}, best {max(rates[name]):.1f}; "
+            f"ms: {told(parts(use(name), token))}; "
             f"{departs[name] or f'equal at {STEPS} steps'}",
             flush=True,
         )
@@ -376,18 +378,8 @@ def rate(step: Callable[[mx.array], mx.array], token: mx.array, tokens: int) -> 
     return tokens / (time.perf_counter() - started)
 
 
-def parts(step: Callable[[mx.array], mx.array], token: mx.array) -> str:
-    """Medians over ten tokens: building, dispatching, waiting."""
-    rows = []
-    for _ in range(10):
-        start = time.perf_counter()
-        logits = step(token)
-        built = time.perf_counter()
-        mx.async_eval(logits)
-        dispatched = time.perf_counter()
-        mx.synchronize()
-        rows.append((built - start, dispatched - built, time.perf_counter() - dispatched))
-    build, dispatch, wait = (1e3 * statistics.median(column) for column in zip(*rows, strict=True))
+def told(parts: tuple[float, ...]) -> str:
+    build, dispatch, wait = parts
     return f"build {build:.2f}, dispatch {dispatch:.2f}, wait {wait:.2f}"
 
 
