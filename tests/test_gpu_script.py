@@ -117,7 +117,7 @@ def a_long_job(folder: Path) -> tuple[subprocess.Popen[str], str]:
     """A session whose job has begun, and what its command line can be told by."""
     marker = str(100 + random.random())
     process = start(folder, f"long 400 echo begun; sleep {marker}\n", "long")
-    while not running(f"sleep {marker}"):
+    while not any(line.startswith(f"sleep {marker}") for line in running(marker)):  # not its shell, which says it too
         assert process.poll() is None
         time.sleep(0.05)
     return process, marker
