@@ -19,6 +19,19 @@ def same_bits(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.array_equal(bits(found), bits(expected)).item())
 
 
+def difference(found: mx.array, expected: mx.array) -> str:
+    """How many values differ and the first of them, such as "at flat index 7 (2 of 640 values; 1.5, not 1.25)".
+
+    "" if these are the same bits.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"of {found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+    one, other = (mx.contiguous(array).flatten() for array in (found, expected))
+    differs = bits(one) != bits(other)
+    count, first = (number.item() for number in (mx.sum(differs), mx.argmax(differs)))
+    return f"at flat index {first} ({count} of {one.size} values; {one[first]}, not {other[first]})" if count else ""
+
+
 def copied(array: mx.array) -> mx.array:
     """An array that shares no memory with anything, once it is evaluated."""
     copy: mx.array = (bits(array) | 0).view(array.dtype)

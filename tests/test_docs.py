@@ -32,7 +32,10 @@ REASONERS = {"refuse", "mixed_layouts", "usage_error", "_choose", "_checked_form
     "_compared",
     "_measured",
     "_check_decode",
-    "_refused",
+    "_other_logits",
+    "_other_cache",
+    "_asked_twice",
+    "_told",
     "_refuse",
     "fast_refused",
     "refused",
@@ -163,7 +166,7 @@ def test_messages_are_found() -> None:
     assert "an integer from {} to {}" in found
     assert "rows of {} values; the kernel is for multiples of 8" in found
     assert "the default device is the CPU" in found
-    assert "its logits differ from those of forward at step {}" in found
+    assert "its logits differ from those of forward at step {}: {}" in found
 
 
 def test_troubleshooting_has_every_message() -> None:

@@ -43,6 +43,7 @@ from straightline.runtime.kv.make import caches_for
 from straightline.runtime.taps import no_tap
 
 SHAPES = sorted(toys.SHAPES)
+WRONG = "its logits differ from those of forward at step {}: at flat index "
 pytestmark = pytest.mark.usefixtures("keys_as_values")
 
 
@@ -268,7 +269,7 @@ def test_rings_by_token_that_are_refused_at_load(walk: Walk) -> None:
     by_token = SimpleNamespace(**vars(route.in_place.moving) | wrong)
     in_place = route.in_place._replace(by_token=InPlace(by_token, by_token))
     route = bound._checked_in_place(bound.files[0], route._replace(in_place=in_place))
-    assert bound.in_place_reason == "" and bound.by_token_reason == "its logits differ from those of forward at step 0"
+    assert bound.in_place_reason == "" and bound.by_token_reason.startswith(WRONG.format(0))
     bound.routes = (route,)
     walk.step(8)
     walk.decode(PATIENCE + 2)
@@ -531,7 +532,7 @@ def test_layers_that_are_not_exact_when_compiled(walk: Walk) -> None:
     )
     route = bound._checked_in_place(bound.files[0], bound.routes[0]._replace(in_place=InPlace(right, wrong)))
     assert (route.in_place, bound.in_place_reason) == (InPlace(right, right), "")
-    assert bound.compiled_reason == "its logits differ from those of forward at step 1"
+    assert bound.compiled_reason.startswith(WRONG.format(1))
 
 
 @pytest.mark.parametrize("shape", ["e4b"])

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
-from ..arrays import bits
+from ..arrays import bits, difference
 from ..kv import make_cache, with_stand_ins
 from ..taps import HiddenTap
 
@@ -193,12 +193,7 @@ def first_departure(
     if not found:
         return ""
     name, one, other = found[0]
-    where = (bits(one) != bits(other)).flatten()
-    first = mx.argmax(where).item()
-    return (
-        f"{name} at flat index {first} ({mx.sum(where).item()} of {one.size} values); "
-        f"then {', '.join(name for name, _, _ in found[1:3]) or 'nothing else'}"
-    )
+    return f"{name} {difference(other, one)}; then {', '.join(name for name, _, _ in found[1:3]) or 'nothing else'}"
 
 
 def attributes(cache: Any) -> dict[str, Any]:
