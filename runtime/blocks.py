@@ -4,7 +4,6 @@ Several tokens of a sequence (a draft to be verified), or one of each of several
 token is a mask, and a position for each row. All else in the file is the same: they launch about as much as one does.
 """
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
@@ -19,7 +18,7 @@ from .kernels.masked import Fused, WrittenOut
 from .kernels.site import Call, stands_in
 
 MOST = 32  # tokens: beyond, the device is the limit and not the host
-PATIENCE = 2  # blocks of a form, before it is checked whether these are exact
+PATIENCE = 2  # blocks of a shape, before it is checked whether these are exact
 OFFSET, FORM = attrgetter("offset"), attrgetter("shape", "dtype")
 
 
@@ -34,24 +33,20 @@ class Blocks:
         self.file = file
         attention = {name: site for name, site in sites.items() if isinstance(site, Attention)}
         written_out = all(stands_in(calls[name], site) for name, site in attention.items())
-        form = WrittenOut if written_out else Fused
+        attend = WrittenOut if written_out else Fused
         self.pays = any(stands_in(calls[name], site) for name, site in sites.items())
         self._calls = dict(calls) | {"sliding_layer": run, "full_layer": run}
-        self._attention = {kind: form(attention[f"{kind}_attention"], dtype) for kind, *_ in file.CACHES}
+        self._attention = {kind: attend(attention[f"{kind}_attention"], dtype) for kind, *_ in file.CACHES}
         self._owners = len(file.CACHES)
         self._first = {kind: (index, window) for index, (kind, window) in reversed([*enumerate(file.CACHES)])}
         self._source = {kind: index for index, (kind, _) in enumerate(file.CACHES)}  # of what readers read: the last
         self._heads = {name: site for name, site in sites.items() if isinstance(site, QKVRope)}
         self._asked: dict[tuple[int, ...], int] = {}
 
-    def due(self, form: tuple[int, ...], caches: list[Any]) -> bool:
-        """Whether blocks of this form, [B, L, ...], may go this way: over such caches, and not for the first time."""
-        times = self._asked[form] = self._asked.get(form, 0) + 1
-        return times >= PATIENCE and servable(caches[: self._owners], form[0])
-
-    def refuse(self, form: tuple[int, ...]) -> None:
-        """Those of this form are never due again."""
-        self._asked[form] = -sys.maxsize
+    def due(self, shape: tuple[int, ...], caches: list[Any]) -> bool:
+        """Whether blocks of this shape, [B, L, ...], may go this way: over such caches, and not for the first time."""
+        times = self._asked[shape] = self._asked.get(shape, 0) + 1
+        return times >= PATIENCE and servable(caches[: self._owners], shape[0])
 
     def begin(self, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace:
         """What `decode` calls for a block of ids of this shape, [B, L], over caches that were due."""

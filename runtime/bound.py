@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,7 +35,7 @@ from .user_files import find_user_file, make_user_file
 from .watch import changed_since, changes, plain_class, watch
 from .weights import bind, floating, for_blocks, with_heads_apart
 
-BlockForm = tuple[int, str, tuple[int, ...]]  # see `form_of`; the file; batch, length, whether in batch caches
+BlockShape = tuple[int, str, tuple[int, ...]]  # see `form_of`; the file; batch, length, whether in batch caches
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Earlier(NamedTuple):
     in_place_checked: frozenset[int] = frozenset()
     by_token_reason: str = ""
     by_token_uncompiled: bool = False
-    blocks_checked: frozenset[BlockForm] = frozenset()
+    blocks_checked: frozenset[BlockShape] = frozenset()
+    blocks_refused: Mapping[BlockShape, str] = MappingProxyType({})
     compiled_reason: str = ""
     kernels_reason: str = ""
     tier_checked: frozenset[tuple[int, str, bool]] = frozenset()
@@ -106,6 +107,7 @@ class Bound:
         self.by_token_reason = earlier.by_token_reason
         self.by_token_uncompiled = earlier.by_token_uncompiled
         self.blocks_checked = earlier.blocks_checked
+        self.blocks_refused = dict(earlier.blocks_refused)
         self.compiled_reason = earlier.compiled_reason
         self.kernels_reason = earlier.kernels_reason
         self.tier_checked = earlier.tier_checked
@@ -172,6 +174,7 @@ class Bound:
             self.by_token_reason,
             self.by_token_uncompiled,
             self.blocks_checked,
+            self.blocks_refused,
             self.compiled_reason,
             self.kernels_reason,
             self.tier_checked,
@@ -221,7 +224,10 @@ class Bound:
 
     def _blocks(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> Blocks | None:
         blocks = Blocks(file, calls, dtype)
-        self.block_reason = "" if blocks.pays else "no fused site is other than MLX's own operations here"
+        about = self.form, file.FINGERPRINT
+        refused = [reason for (*what, _), reason in self.blocks_refused.items() if tuple(what) == about]
+        pays = "" if blocks.pays else "no fused site is other than MLX's own operations here"
+        self.block_reason = pays or next(reversed(refused), "")
         return blocks if blocks.pays else None
 
     def _check_decode(self) -> str:
@@ -303,25 +309,27 @@ class Bound:
     def block(self, route: Route, shape: tuple[int, int], caches: list[Any]) -> SimpleNamespace | None:
         """What `decode` calls for ids of this shape, [B, L], over these caches; None if `forward` takes them.
 
-        Of each form the first goes through `forward`. The second time it is asked for, both are compared.
+        Of each shape the first goes through `forward`. The second time it is asked for, both are compared.
         """
         blocks = route.blocks
         if blocks is None:
             return None
         padded = type(caches[0].offset) is not int
-        form = (*shape, padded)
+        whole = (*shape, padded)
         # Chunks of a prompt in batch caches may move rows of their own accord.
-        if (padded and shape[1] > 1) or not blocks.due(form, caches):
+        if (padded and shape[1] > 1) or not blocks.due(whole, caches):
             return None
-        checked = self.form, blocks.file.FINGERPRINT, form
+        checked = self.form, blocks.file.FINGERPRINT, whole
+        if checked in self.blocks_refused:
+            return None
         if checked not in self.blocks_checked:
             caches_of_file = partial(caches_for, blocks.file.CACHES)
             weights = self.of_blocks[shape[1] > 1]
             refused = block_refused(self.weights, weights, route, shape, padded, caches_of_file, self.vocabulary)
             if refused:
                 if refused != IN_A_TRACE:
-                    blocks.refuse(form)
                     self.block_reason = f"{shape[0]} by {shape[1]} tokens: {refused}"
+                    self.blocks_refused[checked] = self.block_reason
                 return None
             self.blocks_checked |= {checked}
         return blocks.begin(shape, caches)

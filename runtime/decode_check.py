@@ -203,7 +203,5 @@ def _fill(cache: Any, rows: int, seed: int, by_token: bool) -> None:
         cache._idx = rows - 1
 
 
-
-
 def _same(found: mx.array, expected: mx.array) -> bool:
     return same_bits(mx.contiguous(found), mx.contiguous(expected))

@@ -17,7 +17,7 @@ from straightline.runtime.weights import expert_linear
 
 
 @pytest.fixture(params=("fused", "written out"))
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Blocks serve as if something had a kernel; attention as MLX's own, and as on a GPU that has none."""
     made = blocks.Blocks.__init__
 
@@ -45,7 +45,7 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
-def test_blocks_of_one_sequence(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_one_sequence(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the window, across it and past it; single tokens between them."""
     pair = four_bit(toys.SHAPES[shape])
     counts = counted(pair.model, monkeypatch)
@@ -61,7 +61,7 @@ def test_blocks_of_one_sequence(shape: str, form: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
-def test_taps_are_those_of_forward(shape: str, form: str) -> None:
+def test_taps_are_those_of_forward(shape: str, attention: str) -> None:
     pair = four_bit(toys.SHAPES[shape])
     taps = range(-1, len(pair.plain.layers) + 1)
     mine, other = pair.model.make_cache(), pair.model.make_cache()
@@ -74,7 +74,7 @@ def test_taps_are_those_of_forward(shape: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
-def test_several_sequences_in_plain_caches(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_sequences_in_plain_caches(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = four_bit(toys.SHAPES[shape])
     counts = counted(pair.model, monkeypatch)
     mine, plain = pair.model.make_cache(), pair.plain.make_cache()
@@ -95,7 +95,7 @@ def padded(pair: Pair, lengths: tuple[int, ...], model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", sorted(toys.SHAPES))
-def test_a_padded_batch(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_batch(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As mlx-lm's server has it, past the window, with rows that leave and others that join."""
     pair = four_bit(toys.SHAPES[shape])
     sides = (pair.model, pair.plain)
@@ -129,7 +129,7 @@ def test_a_padded_batch(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("shape", ("12b", "e4b"))
-def test_batch_caches_that_are_not_at_one_position(shape: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_caches_that_are_not_at_one_position(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer takes its own offsets, as in mlx-lm; layers that share K/V those of their source, before it."""
     pair = four_bit(toys.SHAPES[shape])
     both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
@@ -144,7 +144,7 @@ def test_batch_caches_that_are_not_at_one_position(shape: str, form: str, monkey
     assert counts == {"2 by 1": 7 + 2}
 
 
-def test_batch_caches_hold_what_mlx_lm_left_in_them(form: str) -> None:
+def test_batch_caches_hold_what_mlx_lm_left_in_them(attention: str) -> None:
     """No attribute more, and no step that waits to be evaluated, however many there were."""
     pair = four_bit(toys.SHAPES["12b"])
     both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
@@ -163,7 +163,7 @@ def waiting(array: mx.array) -> int:
     return text.getvalue().count("label")
 
 
-def test_caches_for_every_layer(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_for_every_layer(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for layers that share K/V have no position."""
     pair = four_bit(toys.SHAPES["e4b"])
     counts = counted(pair.model, monkeypatch)
@@ -174,7 +174,7 @@ def test_caches_for_every_layer(form: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert counts == {"1 by 4": 2 + 2}
 
 
-def test_a_cache_that_is_there_twice(form: str) -> None:
+def test_a_cache_that_is_there_twice(attention: str) -> None:
     """Its second layer comes a block later, as in mlx-lm."""
     pair = four_bit(toys.SHAPES["12b"])
     for call in range(3):
@@ -186,7 +186,7 @@ def test_a_cache_that_is_there_twice(form: str) -> None:
         assert_same_caches(mine, plain)
 
 
-def test_rings_unlike_in_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rings_unlike_in_size(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One mask in a word, for as many rows as each holds."""
     pair = four_bit(toys.SHAPES["12b"])
     counts = counted(pair.model, monkeypatch)
@@ -200,7 +200,7 @@ def test_rings_unlike_in_size(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert counts == {"1 by 4": 1 + 2}
 
 
-def test_with_rollback(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_rollback(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a draft is verified: a block, some of it taken back, a block."""
     pair = four_bit(toys.SHAPES["e4b"])
     counts = counted(pair.model, monkeypatch)
@@ -213,7 +213,7 @@ def test_with_rollback(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == {"1 by 4": 8 + 2}
 
 
-def test_what_takes_forward(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_forward(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edits, no caches, long blocks, caches at several positions."""
     pair = four_bit(toys.SHAPES["12b"])
     counts = counted(pair.model, monkeypatch)
@@ -230,7 +230,9 @@ def test_what_takes_forward(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not counts
 
 
-def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = four_bit(toys.SHAPES["12b"])
     begin = blocks.Blocks.begin
 
@@ -248,10 +250,18 @@ def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(form: str, mon
         assert_same(pair.model(ids, cache=caches), pair.plain(ids, cache=plain), f"logits of call {call}")
     reason = "1 by 3 tokens: its logits differ from those of forward at step 0: at flat index 0 ("
     assert pair.model.dispatch.block_reason.startswith(reason)
-    assert {form[:2] for *_, form in pair.model._bound.blocks_checked} == {(1, 2)}
+    counts = counted(pair.model, monkeypatch)
+    for side in (pair.model, pair.plain):
+        side.layers[0].layer_scalar = mx.array([0.5])
+    caches, plain = pair.model.make_cache(), pair.plain.make_cache()
+    for call in range(3):  # nor asked again with other weights
+        ids = toys.tokens(1, 3, pair.plain.args.vocab_size, call)
+        assert_same(pair.model(ids, cache=caches), pair.plain(ids, cache=plain), f"logits of call {call}")
+    assert pair.model.dispatch.block_reason.startswith(reason) and not counts
+    assert {whole[:2] for *_, whole in pair.model._bound.blocks_checked} == {(1, 2)}
 
 
-def test_new_weights_of_the_same_form_are_not_compared_again(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_of_the_same_form_are_not_compared_again(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = four_bit(toys.SHAPES["12b"])
     vocab = pair.plain.args.vocab_size
     caches = pair.model.make_cache()
@@ -267,7 +277,7 @@ def test_new_weights_of_the_same_form_are_not_compared_again(form: str, monkeypa
     assert counts == {"1 by 3": 2}
 
 
-def test_projections_that_stay_apart(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projections_that_stay_apart(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other bits: their results are put side by side."""
     mixture = pair(toys.SHAPES["12b"], quantize=mixed)
     counts = counted(mixture.model, monkeypatch)
@@ -275,7 +285,7 @@ def test_projections_that_stay_apart(form: str, monkeypatch: pytest.MonkeyPatch)
     assert counts == {"1 by 3": 4, "1 by 2": 3}
 
 
-def test_inside_mx_compile_forward_serves(form: str) -> None:
+def test_inside_mx_compile_forward_serves(attention: str) -> None:
     pair = four_bit(toys.SHAPES["12b"])
     ids = toys.tokens(1, 3, pair.plain.args.vocab_size)
     call = mx.compile(lambda ids: pair.model(ids, cache=pair.model.make_cache()))

@@ -4,8 +4,8 @@
 
 First E4B's blocks of several shapes as a whole: which is refused, from which layer on it differs, and whether without
 joined products or with MLX's own attention. Then these parts at the sizes of the five models: bits beside MLX's own
-calls, and microseconds of each form, a line a shape; on a bare machine each after a minute, while MLX compiles a kernel
-for each number of rows. Exits with 1 if a form differs anywhere.
+calls, and microseconds of each way, a line a shape; on a bare machine each after a minute, while MLX compiles a kernel
+for each number of rows. Exits with 1 if one differs anywhere.
 """
 
 import itertools
