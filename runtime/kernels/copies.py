@@ -13,7 +13,7 @@ from .resolve import resolve
 from .site import Call, Kernel, Outputs, Site
 
 READS = 8  # values, and rows, that a thread takes
-GROUPS = 4  # as in head_copies.h
+GROUPS = 4  # neighbouring threads with neighbouring rows: what they write of a column are whole sectors
 LENGTHS = (512, 1024, 1, 7, 8, 31, 33, 100, 1000)
 
 
@@ -100,7 +100,7 @@ class HeadCopies(Site):
             backend,
             "head_copies",
             headers=("head_copies.h",),
-            constants=(("HEAD_DIM", rope.head_dim), ("REPEATS", self.repeats)),
+            constants=(("HEAD_DIM", rope.head_dim), ("REPEATS", self.repeats), ("GROUPS", GROUPS)),
             inputs=("q", "k", "v"),
             outputs=("keys", "values"),
             arguments=("k", "v", "k_shape", "k_strides", "v_strides", "keys", "values"),

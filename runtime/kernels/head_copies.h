@@ -3,8 +3,6 @@
 // says when they are written is not read.
 namespace straightline {
 
-CONSTANT int GROUPS = 4; // neighbouring lanes with neighbouring rows: what they write of a column are whole sectors
-
 // Values `part` of rows from `first` on; beyond the last row that one again.
 DEVICE void take(const T* rows, long long step, int first, int count, int part, Vec (&taken)[READS]) {
   UNROLL
