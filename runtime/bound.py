@@ -1,6 +1,6 @@
 """Bound: the generated files of one architecture with one model's weights; or the reason why there are none."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -12,28 +12,23 @@ import mlx.nn as nn
 
 from ..codegen.config import read_arguments
 from ..codegen.errors import SpecError
-from ..codegen.spec import Spec
-from .blocks import Blocks
-from .caches import CacheGuard
 from .decode_check import IN_A_TRACE, batch_of_one_refused, block_refused, decode_refused, in_place_refused, on_gpu
-from .drift import changed_upstream
 from .errors import StraightlineError
-from .evaluation import evaluate
+from .evaluation import evaluate, evaluate_hidden
 from .facts import check_facts
-from .in_place import InPlace, Lease, copies_of, in_place_sites, leasable, lying, mixed, put_off, run, sites_over_slots
-from .joint import find_joints, let_wait, reading
-from .kernels import Attention, Call, QKVRope, Site, resolve_all, sites_of
+from .form import form_of, stream_dtype
+from .in_place import Lease, leasable, lying, mixed, put_off
+from .kernels import Site, sites_of
 from .kv.batch_of_one import as_sequence, stand_in
 from .kv.borrowed import give_all_back
 from .kv.device import packing
 from .kv.make import caches_for
 from .kv.ours import make_ours
-from .products import find_products, pays, with_kernels
-from .registry import find_generated
+from .routes import Route, for_one_token, make_route, without_decode
+from .serving_files import choose_files
 from .tier import States, fast_refused, fast_route
-from .user_files import find_user_file, make_user_file
-from .watch import changed_since, changes, plain_class, watch
-from .weights import bind, floating, for_blocks, with_heads_apart
+from .watch import changed_since, changes, watch
+from .weights import bind, for_blocks, with_heads_apart
 
 BlockShape = tuple[int, str, tuple[int, ...]]  # see `form_of`; the file; batch, length, whether in batch caches
 
@@ -47,22 +42,6 @@ class Options:
     generate: bool
     kernels: bool | None
     tier: str = "exact"
-
-
-class Route(NamedTuple):
-    """One generated file: whom it takes (`guard`), what runs for any width and, if it can, for one token.
-
-    sites: what `decode` calls, over caches. in_place: the same over the slots of a lease, where there can be one.
-    whole: whether these slots show whole buffers. blocks: what `decode` calls for a few tokens at once, if that pays.
-    """
-
-    guard: CacheGuard
-    forward: Callable[..., mx.array]
-    decode: Callable[..., mx.array] | None
-    sites: SimpleNamespace
-    in_place: InPlace | None
-    whole: bool = False
-    blocks: Blocks | None = None
 
 
 class Earlier(NamedTuple):
@@ -113,7 +92,7 @@ class Bound:
         self.tier_checked = earlier.tier_checked
         kernels = False if self.kernels_reason else options.kernels
         watch(text)
-        evaluate_hidden_arrays(text)
+        evaluate_hidden(text)
         self.version = changes()
         self.text = ref(text)  # which may hold this: a text model that is specialized itself
         self.form = form_of(text)
@@ -123,8 +102,8 @@ class Bound:
         self.top_k = text.args.top_k_experts
         self.files = (file,) if file else found
         self.routes: tuple[Route, ...] = ()
-        self.products: tuple[tuple[str, Site], ...] = ()  # slots that may have a kernel
-        self.readers: frozenset[str] = frozenset()  # sites that may be given a Waiting
+        self.products: tuple[tuple[str, Site], ...] = ()  # as in OneToken, as are these
+        self.readers: frozenset[str] = frozenset()
         self.reason = ""
         self.decode_reason = self.quantized_reason = self.batch_reason = self.in_place_reason = ""
         self.block_reason = ""
@@ -138,20 +117,16 @@ class Bound:
             # One architecture, one set of slots: the files differ in how they treat caches only.
             self.weights = bind(self.files[0], text)
             check_facts(text, spec)
-            self.weights.single = self._for_one_token(text, kernels)
             # Not the weights' own, since they may be these. By whether there are several tokens of a sequence.
             of_rows = for_blocks(self.weights)
             self.of_blocks = of_rows, with_heads_apart(of_rows)
             self.sentinel: int = self.files[0].SENTINEL
-            self.routes = tuple(self._route(text, file, kernels) for file in self.files)
             self.vocabulary = spec.vocab_size
-            self.decode_reason = self._check_decode()
+            self.decode_reason = self._make_routes(text, kernels)
             if self.decode_reason and kernels is not False:
                 # Each kernel is exact by itself; should they not be together, decode without them.
                 together = self.decode_reason
-                self.weights.single = self._for_one_token(text, False)
-                self.routes = tuple(self._route(text, file, False) for file in self.files)
-                self.decode_reason = self._check_decode()
+                self.decode_reason = self._make_routes(text, False)
                 self.kernels_reason = "" if self.decode_reason else together
             if self.decode_reason:
                 self.routes = tuple(map(without_decode, self.routes))
@@ -180,55 +155,21 @@ class Bound:
             self.tier_checked,
         )
 
-    def _for_one_token(self, text: nn.Module, kernels: bool | None) -> Any:
-        """The weights of `decode`. Checks all kernels of this model, products and sites, under one progress bar."""
-        every = find_products(self.files[0], text)
-        products = tuple(filter(pays, every))
-        own = {name: site for file in self.files for name, site in sites_of(file).items()}
-        joints = find_joints(own, sites_over_slots(own), every, len(self.weights.layers))
-        halves: dict[str, Site] = {
-            **{f"{name}_scores": site.scores for name, site in own.items() if isinstance(site, Attention)},
-            **copies_of(own),
-        }
-        named = [
-            *halves.items(),
-            *((one.slot, one.site) for one in products),
-            *((one.name, one.site) for one in joints),
-        ]
-        self.products = tuple(dict.fromkeys(named))
-        sites = [*(site for file in self.files for site in sites_of(file).values()), *halves.values()]
-        wanted = [*sites, *(one.site for one in products), *(one.site for one in joints)]
-        calls = resolve_all(wanted, stream_dtype(text), kernels=kernels)[len(sites) :]
-        single = with_kernels(self.weights, products, calls[: len(products)])
-        self.readers = let_wait(single, joints, calls[len(products) :])
-        return single
+    def _make_routes(self, text: nn.Module, kernels: bool | None) -> str:
+        """Also for single tokens; the result says why `decode` serves none, or ""."""
+        self.weights.single, self.products, self.readers = for_one_token(text, self.weights, self.files, kernels)
+        made = [make_route(file, stream_dtype(text), kernels, self.readers) for file in self.files]
+        self.routes = tuple(route for route, _ in made)
+        for file, (_, refused) in zip(self.files, made, strict=True):
+            self.in_place_reason = refused.in_place or self.in_place_reason
+            self.by_token_reason = self.by_token_reason or refused.by_token
+            self.block_reason = refused.blocks or self._refused_before(file) or self.block_reason
+        return self._check_decode()
 
-    def _route(self, text: nn.Module, file: ModuleType, kernels: bool | None) -> Route:
-        sites, dtype = sites_of(file), stream_dtype(text)
-        calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
-        guard, in_place, blocks = CacheGuard(file.CACHES), None, None
-        if not guard.quantized:
-            blocks = self._blocks(file, vars(calls), dtype)
-        for name in self.readers & set(sites):
-            setattr(calls, name, reading(name, getattr(calls, name)))
-        if kernels is False:
-            self.in_place_reason = "kernels are off"
-        elif not guard.quantized:
-            in_place, self.in_place_reason, refused = in_place_sites(sites, calls, dtype, kernels, self.readers)
-            self.by_token_reason = self.by_token_reason or refused
-        for name, site in sites.items():
-            if isinstance(site, QKVRope) and site.kv_heads:
-                setattr(calls, name, _storing(getattr(calls, name)))
-        calls.sliding_layer = calls.full_layer = run
-        return Route(guard, file.forward, file.decode, calls, in_place, blocks=blocks)
-
-    def _blocks(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> Blocks | None:
-        blocks = Blocks(file, calls, dtype)
+    def _refused_before(self, file: ModuleType) -> str:
+        """Why blocks of the last shape that was refused are; or ""."""
         about = self.form, file.FINGERPRINT
-        refused = [reason for (*what, _), reason in self.blocks_refused.items() if tuple(what) == about]
-        pays = "" if blocks.pays else "no fused site is other than MLX's own operations here"
-        self.block_reason = pays or next(reversed(refused), "")
-        return blocks if blocks.pays else None
+        return next((why for (*what, _), why in reversed(self.blocks_refused.items()) if tuple(what) == about), "")
 
     def _check_decode(self) -> str:
         """Of the file for plain K/V, if there is one: what the others share with it is all but their caches."""
@@ -410,85 +351,6 @@ class Bound:
         return None, reasons[-1 if quantized else 0]
 
 
-def without_decode(route: Route) -> Route:
-    """The route of which `forward` takes every call."""
-    return route._replace(decode=None, in_place=None, blocks=None)
-
-
-def _storing(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """q of a token, and all keys and values of its cache, the token's own included. projected: the call without."""
-
-    def qkv(cache: Any, *inputs: mx.array) -> tuple[Any, ...]:
-        q, k, v = call(*inputs)
-        return q, *cache.update_and_fetch(k, v)
-
-    qkv.projected = call  # type: ignore[attr-defined]
-    return qkv
-
-
 def mark(layer: Any) -> Any:
     """One array of a decoder layer; the object itself if it is none."""
     return layer.get("layer_scalar") if isinstance(layer, dict) else layer
-
-
-def form_of(text: nn.Module) -> int:
-    """Of what a check of kernels holds for: the class, the quantization and the dtypes of every module."""
-    return hash(
-        tuple(
-            (
-                plain_class(module),
-                getattr(module, "bits", 0),
-                getattr(module, "group_size", 0),
-                *map(_dtype, module.values()),
-            )
-            for module in text.modules()
-        )
-    )
-
-
-def _dtype(value: Any) -> Any:
-    return value.dtype if isinstance(value, mx.array) else None
-
-
-def choose_files(spec: Spec, file: ModuleType | None, generate: bool) -> tuple[ModuleType, ...]:
-    """The modules of this architecture: `file` if it is, else those found or made. Raises StraightlineError."""
-    if file is not None:
-        if spec.architecture != file.ARCHITECTURE:
-            raise StraightlineError(
-                f"the file is made for the fingerprint {file.ARCHITECTURE}, but the model has {spec.architecture}"
-            )
-        return (file,)
-    found = find_generated(spec.architecture)
-    if found:
-        return found
-    kept = find_user_file(spec, generate)
-    if kept is None and generate:
-        kept = make_user_file(spec)
-    if kept is None:
-        raise StraightlineError(
-            f"no generated file has the fingerprint {spec.architecture}; make one with specialize(model, generate=True)"
-        )
-    return (kept,)
-
-
-def unserved(spec: Spec) -> str:
-    """Why no file would serve a model of this architecture, without the model; "" if one would."""
-    try:
-        choose_files(spec, None, False)
-    except StraightlineError as error:
-        return str(error)
-    return changed_upstream()
-
-
-def stream_dtype(text: nn.Module) -> mx.Dtype:
-    """The one dtype of all floating parameters; float32 if they mix, which no kernel is made for."""
-    dtypes = floating(text)
-    return dtypes.pop() if len(dtypes) == 1 else mx.float32
-
-
-def evaluate_hidden_arrays(root: nn.Module) -> None:
-    """Evaluates arrays under underscore names (RoPE's `_freqs`), which `mx.eval(model.parameters())` passes over.
-
-    Left lazy, they belong to the loading thread's stream, and the first forward in another thread fails.
-    """
-    evaluate([value for module in root.modules() for key, value in module.items() if key.startswith("_")])

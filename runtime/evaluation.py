@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from .handover import wait_for_handover
 
@@ -27,3 +28,11 @@ def _outside_traces(call: Callable[..., Any], arrays: Any) -> bool:
             raise
         return False
     return True
+
+
+def evaluate_hidden(root: nn.Module) -> None:
+    """Evaluates arrays under underscore names (RoPE's `_freqs`), which `mx.eval(model.parameters())` passes over.
+
+    Left lazy, they belong to the loading thread's stream, and the first forward in another thread fails.
+    """
+    evaluate([value for module in root.modules() for key, value in module.items() if key.startswith("_")])

@@ -40,7 +40,7 @@ from test_adapters import adapt
 from test_kv_generated import file_with, mixes
 
 from straightline.runtime import HiddenTap, make_cache, specialize
-from straightline.runtime.bound import evaluate_hidden_arrays
+from straightline.runtime.evaluation import evaluate_hidden
 from straightline.runtime.joining import remembered
 from straightline.runtime.taps import no_tap
 
@@ -578,7 +578,7 @@ def test_specialized_in_several_threads_at_once() -> None:
     """They join the same parts: once, and no bit is lost."""
     for _ in range(3):
         base = toys.build(toys.D6, quantize=FOUR_BIT)
-        evaluate_hidden_arrays(base)  # they belong to the thread that built them
+        evaluate_hidden(base)  # they belong to the thread that built them
         modules = [spied(toys.D6) for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             models = list(pool.map(lambda one, base=base: specialize(base, one[0], strict=True), modules))

@@ -87,7 +87,7 @@ def test_a_fault_over_quantized_caches_alone(monkeypatch: pytest.MonkeyPatch) ->
     entries = mixes("D6")["4 bits"]
     file, packed = file_of(D6), file_with(D6, entries)
     files = [file, with_decode(packed, wrong_logits(packed.decode))]
-    monkeypatch.setattr("straightline.runtime.bound.find_generated", lambda architecture: tuple(files))
+    monkeypatch.setattr("straightline.runtime.serving_files.find_generated", lambda architecture: tuple(files))
     model = specialize(build(D6), strict=True)
     assert [route.decode is None for route in model._bound.routes] == [False, True]
     assert model.dispatch.decode_reason == "" and re.match(FAULTS[wrong_logits], model.dispatch.quantized_reason)
@@ -131,7 +131,7 @@ def test_kernels_that_are_not_exact_together_are_left_out(monkeypatch: pytest.Mo
     def decode(*arguments: Any) -> Any:
         return file.decode(*arguments) * (1 if asked[-1] is False else 1.0000001)
 
-    monkeypatch.setattr("straightline.runtime.bound.resolve_all", resolving)
+    monkeypatch.setattr("straightline.runtime.routes.resolve_all", resolving)
     model = specialize(build(D6), with_decode(file, decode), strict=True)
     assert asked == [None, None, False, False]  # the kernels of products and sites, then the sites'
     together = model.dispatch.kernels_reason

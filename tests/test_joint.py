@@ -134,9 +134,9 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Of every site, and every product pays."""
     found = Kernels()
-    monkeypatch.setattr("straightline.runtime.bound.resolve_all", found.resolve_all)
+    monkeypatch.setattr("straightline.runtime.routes.resolve_all", found.resolve_all)
     monkeypatch.setattr("straightline.runtime.in_place.sites.resolved", found.resolved)
-    monkeypatch.setattr("straightline.runtime.bound.pays", lambda product: True)
+    monkeypatch.setattr("straightline.runtime.routes.pays", lambda product: True)
     return found
 
 

@@ -113,7 +113,7 @@ def test_each_cache_list_finds_its_file(monkeypatch: pytest.MonkeyPatch) -> None
     """One model, a plain and a quantized file: the caches choose."""
     entries = uniform_kv_config(read_config(E6), 8)
     files = (file_with(E6, None), file_with(E6, entries))
-    monkeypatch.setattr("straightline.runtime.bound.find_generated", lambda architecture: files)
+    monkeypatch.setattr("straightline.runtime.serving_files.find_generated", lambda architecture: files)
     model = specialize(build(E6), strict=True)
     for caches in (model.make_cache(), make_cache(model, entries), make_cache(model, rollback=True), None):
         model(tokens(1, 5), caches)

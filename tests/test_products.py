@@ -50,8 +50,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[Site]:
     def resolve_all(sites: Iterable[Site], *_: Any, kernels: bool) -> tuple[Any, ...]:
         return tuple(kernel(site) if isinstance(site, PRODUCTS) and kernels else site.plain for site in sites)
 
-    monkeypatch.setattr("straightline.runtime.bound.resolve_all", resolve_all)
-    monkeypatch.setattr("straightline.runtime.bound.pays", lambda product: True)
+    monkeypatch.setattr("straightline.runtime.routes.resolve_all", resolve_all)
+    monkeypatch.setattr("straightline.runtime.routes.pays", lambda product: True)
     return counted
 
 

@@ -43,7 +43,7 @@ def expect_kv_bits(spec: Spec, bits: int, group_size: int, where: str) -> None:
 
 def expect_file(subject: Subject, purpose: str) -> None:
     """Raises StraightlineError if no generated file is for this architecture. purpose: "verify" or "time"."""
-    from ..bound import unserved
+    from ..serving_files import unserved
 
     reason = unserved(subject.spec.with_kv(()))
     if reason:

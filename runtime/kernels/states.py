@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..arrays import dtype_name
-from ..bound import stream_dtype
+from ..form import stream_dtype
 from .backends import Backend, detect
 from .memory import key, recall, settled
 from .program import Unsupported

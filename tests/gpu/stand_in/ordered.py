@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from straightline.runtime import arrays, bound, cli
+from straightline.runtime import arrays, cli, drift, facts
 from straightline.runtime.in_place import sites
 from straightline.runtime.kernels import selfcheck
 
@@ -54,8 +54,8 @@ def believe() -> None:
 
     replace(arrays.same_bits, equal)
     replace(selfcheck.compare, compare)
-    replace(bound.check_facts, lambda *_: None)
-    replace(bound.changed_upstream, lambda: "")
+    replace(facts.check_facts, lambda *_: None)
+    replace(drift.changed_upstream, lambda: "")
 
 
 def replace(function: Any, other: Any) -> None:
