@@ -13,15 +13,17 @@ get() { # PACKAGE: its wheel, unpacked
   "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_35_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2010_x86_64 -d wheels "$1"
 }
-if [ ! -e cuda/mlx/lib/libmlx.so ]; then
+if [ ! -e "cuda/of $mlx" ]; then
+  rm -rf cuda wheels
   get "mlx-cuda-13==$mlx"
-  get "nvidia-cuda-nvrtc<13.1"
+  get "nvidia-cuda-nvrtc<13.1" # of the CUDA 13.0 that this wheel is built with
   "$python" - <<'PY'
 import glob, zipfile
 for wheel in glob.glob("wheels/*.whl"):
     zipfile.ZipFile(wheel).extractall("cuda")
 PY
   rm -rf wheels
+  touch "cuda/of $mlx"
 fi
 # The wheel for CUDA has the library only; all else is that of the wheel in .venv.
 installed=$("$python" -c "import mlx.core; print(next(iter(__import__('mlx').__path__)))")
