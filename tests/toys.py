@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import gemma4, gemma4_text
 
@@ -130,8 +131,10 @@ def nested(flat: dict[str, Any], model_type: str = "gemma4") -> dict[str, Any]:
     return {"model_type": model_type, "vocab_size": flat["vocab_size"], "text_config": text}
 
 
-# Parameters of the last toys that were built: most are built more than once, and drawing them is what takes long.
-_EVALUATED: dict[Any, list[tuple[str, mx.array]]] = {}
+# Parameters of the last toys that were built: most are built more than once, and drawing them is what takes long. Kept
+# as unsigned words outside of MLX, whose memory is measured.
+_DRAWN: dict[Any, list[tuple[str, Any, mx.Dtype]]] = {}
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
 def build(
@@ -151,13 +154,15 @@ def build(
         nn.quantize(model, class_predicate=lambda path, module: _quantization(quantize, path, module))
     recipe = tuple(quantize.items()) if isinstance(quantize, dict) else quantize
     key = (json.dumps(config, sort_keys=True), dtype, recipe, seed, outer)
-    if key not in _EVALUATED:
-        while len(_EVALUATED) >= 24:
-            del _EVALUATED[next(iter(_EVALUATED))]
-        _EVALUATED[key] = tree_flatten(model.parameters())
-        mx.eval(_EVALUATED[key])
-    # Arrays of its own: a model that wrote into one is found by comparing it with another of this seed.
-    model.update(tree_unflatten([(name, mx.where(True, value, value)) for name, value in _EVALUATED[key]]))
+    if key not in _DRAWN:
+        while len(_DRAWN) >= 24:
+            del _DRAWN[next(iter(_DRAWN))]
+        mx.eval(model.parameters())
+        _DRAWN[key] = [
+            (name, np.array(value.view(_WORDS[value.itemsize])), value.dtype)
+            for name, value in tree_flatten(model.parameters())
+        ]
+    model.update(tree_unflatten([(name, mx.array(words).view(dtype)) for name, words, dtype in _DRAWN[key]]))
     model.eval()
     mx.eval(model.parameters())
     return model
