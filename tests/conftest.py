@@ -1,5 +1,6 @@
 """Fixtures that pytest finds by name."""
 
+import gc
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -22,3 +23,9 @@ def exact_memory() -> Iterator[None]:
 def keys_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """RoPE on the CPU leaves keys head by head where values lie token by token; on CUDA both lie alike."""
     monkeypatch.setattr("straightline.runtime.bound.mixed", lambda caches, found: False)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now is never garbage, and there is enough of it to make each collection slow."""
+    gc.collect()
+    gc.freeze()

@@ -12,15 +12,8 @@ from straightline.runtime.toy import VOCABULARY
 
 # The five shapes in six layers, wide enough for the tokenizer of runtime/toy.py.
 TEXT_SHAPES = {
-    name: config
-    | {
-        "layer_types": [toys.SLIDING, toys.SLIDING, toys.FULL] * 2,
-        "num_hidden_layers": 6,
-        "num_kv_shared_layers": 3 if config["num_kv_shared_layers"] else 0,
-        "vocab_size": VOCABULARY,
-        "vocab_size_per_layer_input": VOCABULARY,
-    }
-    for name, config in toys.SHAPES.items()
+    name: config | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+    for name, config in toys.SHORT.items()
 }
 
 

@@ -70,9 +70,9 @@ class Batch:
         return sequence_of(self.caches[0]) is not None
 
 
-@pytest.fixture(params=sorted(toys.SHAPES))
+@pytest.fixture(params=sorted(toys.SHORT))
 def batch(request: pytest.FixtureRequest) -> Batch:
-    return Batch(four_bit(toys.SHAPES[request.param]))
+    return Batch(four_bit(toys.SHORT[request.param]))
 
 
 def decoded(model: Any) -> Counter[str]:
@@ -111,7 +111,7 @@ def test_left_as_mlx_lm_leaves_them(batch: Batch, steps: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", ["12b", "26b", "e4b"])
 def test_in_half_precision(shape: str, dtype: str) -> None:
-    batch = Batch(four_bit(toys.SHAPES[shape], dtype=getattr(mx, dtype)))
+    batch = Batch(four_bit(toys.SHORT[shape], dtype=getattr(mx, dtype)))
     batch.decode(12)
     assert batch.alone
     batch.same()
@@ -119,7 +119,7 @@ def test_in_half_precision(shape: str, dtype: str) -> None:
 
 def test_from_empty_caches() -> None:
     """As BatchGenerator begins: a prompt in chunks, then steps."""
-    batch = Batch(four_bit(toys.SHAPES["e4b"]), empty=True)
+    batch = Batch(four_bit(toys.SHORT["e4b"]), empty=True)
     for length in (5, 6, 2, 1, 1, 1):
         batch.step(length)
     assert batch.alone
@@ -171,7 +171,7 @@ def test_joined_by_another_and_left_alone_again(batch: Batch) -> None:
 
 
 def test_one_row_with_padding_is_not_taken() -> None:
-    batch = Batch(four_bit(toys.SHAPES["12b"]), rows=2)
+    batch = Batch(four_bit(toys.SHORT["12b"]), rows=2)
     batch.decode(2)
     batch.each(lambda cache: cache.filter(mx.array([0, 1])))
     for caches in batch.caches:
@@ -237,7 +237,7 @@ def test_numbers_of_another_kind() -> None:
 
 def test_a_prompt_longer_than_the_window_before() -> None:
     """The next turn of a conversation: mlx-lm counts a merged ring from its rows, not from the tokens it has seen."""
-    batch = Batch(four_bit(toys.SHAPES["e4b"]), prompt=30)
+    batch = Batch(four_bit(toys.SHORT["e4b"]), prompt=30)
     counts = decoded(batch.pair.model)
     batch.step(3)
     batch.decode(8)
@@ -253,7 +253,7 @@ def test_a_prompt_longer_than_the_window_before() -> None:
 @pytest.mark.parametrize(("steps", "padded"), [(1, 4), (12, 1)])
 def test_left_alone_with_padding(steps: int, padded: int) -> None:
     """The shorter of two prompts stays: its ring is taken once no padding is left in it, at the next look."""
-    batch = Batch(four_bit(toys.SHAPES["12b"]), rows=2)
+    batch = Batch(four_bit(toys.SHORT["12b"]), rows=2)
     batch.decode(steps)
     batch.each(lambda cache: cache.filter([0]))
     batch.rows = 1
@@ -367,7 +367,7 @@ def test_copies(batch: Batch) -> None:
 
 
 def test_in_another_order_or_in_part() -> None:
-    batch = Batch(four_bit(toys.SHAPES["12b"]))
+    batch = Batch(four_bit(toys.SHORT["12b"]))
     batch.decode(4)
     caches = batch.caches[0]
     assert sequence_of(list(caches)) is not None
@@ -382,10 +382,10 @@ def test_in_another_order_or_in_part() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_anything_in_any_order(shape: str, seed: int) -> None:
     draw = random.Random(seed)
-    batch = Batch(four_bit(toys.SHAPES[shape]), prompt=draw.choice([1, 3, 8, 20]))
+    batch = Batch(four_bit(toys.SHORT[shape]), prompt=draw.choice([1, 3, 8, 20]))
     model = batch.pair.model
 
     def look(name: str) -> None:
@@ -459,10 +459,10 @@ def test_rows_as_the_model_gave_them_stay_as_they_lie(shape: str, prompt: int, b
     batch.same()
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_batch_generator(shape: str) -> None:
     """A lone request is decoded but for its first token; so are those who are left alone."""
-    models = four_bit(toys.SHAPES[shape])
+    models = four_bit(toys.SHORT[shape])
     vocab = models.plain.args.vocab_size
     for prompts, limits, least in (([9], [20], 19), ([3, 12], [4, 25], 10)):
         ids = [toys.tokens(1, length, vocab, length)[0].tolist() for length in prompts]

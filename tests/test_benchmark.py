@@ -57,6 +57,12 @@ def dense() -> Pair:
     return toy_pair(toys.D6)
 
 
+@pytest.fixture
+def one_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that nobody compares is measured once."""
+    monkeypatch.setattr(race, "PEAKS", 1)
+
+
 # Cells
 
 
@@ -198,6 +204,7 @@ def test_parts_of_quantized_caches_are_copied() -> None:
 # Races
 
 
+@pytest.mark.usefixtures("one_peak")
 @pytest.mark.parametrize("name", ["D6", "M6", "E6"])
 def test_every_kind_of_cell_is_equal(name: str) -> None:
     found = bench(toy_pair(getattr(toys, name)), forward=True)
@@ -217,6 +224,7 @@ def test_every_kind_of_cell_is_equal(name: str) -> None:
         assert rows[0].compared == (1 if cell.prefill else 3)
 
 
+@pytest.mark.usefixtures("one_peak")
 @pytest.mark.parametrize("name", ["D6", "E6"])
 def test_quantized_kv_are_equal(name: str) -> None:
     kv_config = uniform_kv_config(toy_pair(getattr(toys, name)).spec, 4)
@@ -225,6 +233,7 @@ def test_quantized_kv_are_equal(name: str) -> None:
         assert [(row.departs, row.problem) for row in found.rows(cell)] == [("", "")] * 2
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_what_departs_has_no_ratio_unless_the_tier_says_so() -> None:
     pair = toy_pair(toys.D6)
     spoil(pair.model)
@@ -240,6 +249,7 @@ def test_what_departs_has_no_ratio_unless_the_tier_says_so() -> None:
     assert loop.departs == "step 0: log-probabilities" and loop.ratio is None
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_taps_are_compared(dense: Pair) -> None:
     """A tap that shows other rows than mlx-lm's departs, logits equal or not."""
     found = bench(dense)
@@ -255,6 +265,7 @@ def test_taps_are_compared(dense: Pair) -> None:
     assert found.rows(Cell(12, 1, 1, 0, (2, 5)))[1].departs == "step 0: tap 2"
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_a_cell_that_fails_says_which_side_and_the_next_one_runs(dense: Pair) -> None:
     found = bench(dense)
     right = found.sides[1].call
@@ -272,6 +283,7 @@ def test_a_cell_that_fails_says_which_side_and_the_next_one_runs(dense: Pair) ->
     assert row.problem == "HiddenTap: layers has 99; expected -1 to 6 (6 is after the final norm)"
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_the_order_changes_with_every_round(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
     order: list[tuple[str, int]] = []
 
@@ -287,12 +299,14 @@ def test_the_order_changes_with_every_round(monkeypatch: pytest.MonkeyPatch, den
     assert {steps for _, steps in order[3:]} == {2}
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_the_control_is_mlx_lm_once_more(dense: Pair) -> None:
     rows = Bench(dense, SHORT, sides(dense, control=True), "exact", 1e9).rows(Cell(12))
     assert [row.side for row in rows] == ["mlx-lm", "mlx-lm again", "straightline"]
     assert rows[0].primitives == rows[1].primitives and rows[1].departs == ""
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_the_overlapped_loop_is_a_side_of_loops_only(dense: Pair) -> None:
     found = Bench(dense, SHORT, sides(dense, overlapped=True), "exact", 1e9)
     assert [(row.side, row.departs) for row in found.rows(Cell(12, loop=True))] == [
@@ -303,6 +317,7 @@ def test_the_overlapped_loop_is_a_side_of_loops_only(dense: Pair) -> None:
     assert [row.side for row in found.rows(Cell(12))] == ["mlx-lm", "straightline"]
 
 
+@pytest.mark.usefixtures("one_peak")
 def test_a_budget_makes_rounds_short_and_ends_them(monkeypatch: pytest.MonkeyPatch, dense: Pair) -> None:
     now = [0.0]
     rounds: list[int] = []

@@ -44,10 +44,10 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_blocks_of_one_sequence(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the window, across it and past it; single tokens between them."""
-    pair = four_bit(toys.SHAPES[shape])
+    pair = four_bit(toys.SHORT[shape])
     counts = counted(pair.model, monkeypatch)
     mine, plain = pair.model.make_cache(), pair.plain.make_cache()
     vocab = pair.plain.args.vocab_size
@@ -60,9 +60,9 @@ def test_blocks_of_one_sequence(shape: str, attention: str, monkeypatch: pytest.
     assert pair.model.dispatch.block_reason == ""
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_taps_are_those_of_forward(shape: str, attention: str) -> None:
-    pair = four_bit(toys.SHAPES[shape])
+    pair = four_bit(toys.SHORT[shape])
     taps = range(-1, len(pair.plain.layers) + 1)
     mine, other = pair.model.make_cache(), pair.model.make_cache()
     for call in range(4):
@@ -73,9 +73,9 @@ def test_taps_are_those_of_forward(shape: str, attention: str) -> None:
         assert_same(dict(sorted(ours.captured.items())), dict(sorted(theirs.captured.items())), f"taps of call {call}")
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_several_sequences_in_plain_caches(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = four_bit(toys.SHAPES[shape])
+    pair = four_bit(toys.SHORT[shape])
     counts = counted(pair.model, monkeypatch)
     mine, plain = pair.model.make_cache(), pair.plain.make_cache()
     for call, length in enumerate((5, 1, 1, 1, 3, 3, 3, 1)):
@@ -94,10 +94,10 @@ def padded(pair: Pair, lengths: tuple[int, ...], model: Any) -> list[Any]:
     return [one[0].merge(list(one)) for one in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
+@pytest.mark.parametrize("shape", sorted(toys.SHORT))
 def test_a_padded_batch(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As mlx-lm's server has it, past the window, with rows that leave and others that join."""
-    pair = four_bit(toys.SHAPES[shape])
+    pair = four_bit(toys.SHORT[shape])
     sides = (pair.model, pair.plain)
     both = [padded(pair, (3, 9, 21), side) for side in sides]
     counts = counted(pair.model, monkeypatch)
@@ -131,7 +131,7 @@ def test_a_padded_batch(shape: str, attention: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("shape", ("12b", "e4b"))
 def test_batch_caches_that_are_not_at_one_position(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer takes its own offsets, as in mlx-lm; layers that share K/V those of their source, before it."""
-    pair = four_bit(toys.SHAPES[shape])
+    pair = four_bit(toys.SHORT[shape])
     both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
     counts = counted(pair.model, monkeypatch)
     for seed in range(8):
@@ -146,7 +146,7 @@ def test_batch_caches_that_are_not_at_one_position(shape: str, attention: str, m
 
 def test_batch_caches_hold_what_mlx_lm_left_in_them(attention: str) -> None:
     """No attribute more, and no step that waits to be evaluated, however many there were."""
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     both = [padded(pair, (3, 9), side) for side in (pair.model, pair.plain)]
     for seed in range(20):
         ids = toys.tokens(2, 1, pair.plain.args.vocab_size, seed)
@@ -165,7 +165,7 @@ def waiting(array: mx.array) -> int:
 
 def test_caches_for_every_layer(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for layers that share K/V have no position."""
-    pair = four_bit(toys.SHAPES["e4b"])
+    pair = four_bit(toys.SHORT["e4b"])
     counts = counted(pair.model, monkeypatch)
     mine, other = (make_cache(pair.model, rollback=True, every_layer=every) for every in (True, False))
     for call in range(3):
@@ -176,11 +176,11 @@ def test_caches_for_every_layer(attention: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_cache_that_is_there_twice(attention: str) -> None:
     """Its second layer comes a block later, as in mlx-lm."""
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     for call in range(3):
         mine, plain = pair.model.make_cache(), pair.plain.make_cache()
         for caches in (mine, plain) if call == 2 else ():
-            caches[11] = caches[5]
+            caches[5] = caches[2]
         ids = toys.tokens(1, 3, pair.plain.args.vocab_size, call)
         assert_same(pair.model(ids, cache=mine), pair.plain(ids, cache=plain), f"logits of call {call}")
         assert_same_caches(mine, plain)
@@ -188,7 +188,7 @@ def test_a_cache_that_is_there_twice(attention: str) -> None:
 
 def test_rings_unlike_in_size(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One mask in a word, for as many rows as each holds."""
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     counts = counted(pair.model, monkeypatch)
     mine, plain = pair.model.make_cache(), pair.plain.make_cache()
     for caches in (mine, plain):
@@ -202,7 +202,7 @@ def test_rings_unlike_in_size(attention: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_with_rollback(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a draft is verified: a block, some of it taken back, a block."""
-    pair = four_bit(toys.SHAPES["e4b"])
+    pair = four_bit(toys.SHORT["e4b"])
     counts = counted(pair.model, monkeypatch)
     mine, other = make_cache(pair.model, rollback=True), make_cache(pair.model, rollback=True)
     for call in range(9):
@@ -215,7 +215,7 @@ def test_with_rollback(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_takes_forward(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edits, no caches, long blocks, caches at several positions."""
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     counts = counted(pair.model, monkeypatch)
     vocab = pair.plain.args.vocab_size
     caches, odd = pair.model.make_cache(), pair.model.make_cache()
@@ -233,7 +233,7 @@ def test_what_takes_forward(attention: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     begin = blocks.Blocks.begin
 
     def wrong(self: Any, shape: tuple[int, int], caches: list[Any]) -> Any:
@@ -262,7 +262,7 @@ def test_a_block_that_is_not_exact_is_refused_for_its_shape_alone(
 
 
 def test_new_weights_of_the_same_form_are_not_compared_again(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     vocab = pair.plain.args.vocab_size
     caches = pair.model.make_cache()
     for call in range(3):
@@ -279,14 +279,14 @@ def test_new_weights_of_the_same_form_are_not_compared_again(attention: str, mon
 
 def test_projections_that_stay_apart(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other bits: their results are put side by side."""
-    mixture = pair(toys.SHAPES["12b"], quantize=mixed)
+    mixture = pair(toys.SHORT["12b"], quantize=mixed)
     counts = counted(mixture.model, monkeypatch)
     mixture.agree(lengths=(3, 3, 3, 2, 2))
     assert counts == {"1 by 3": 4, "1 by 2": 3}
 
 
 def test_inside_mx_compile_forward_serves(attention: str) -> None:
-    pair = four_bit(toys.SHAPES["12b"])
+    pair = four_bit(toys.SHORT["12b"])
     ids = toys.tokens(1, 3, pair.plain.args.vocab_size)
     call = mx.compile(lambda ids: pair.model(ids, cache=pair.model.make_cache()))
     for _ in range(3):
@@ -301,7 +301,7 @@ def test_on_this_cpu_they_do_not_pay() -> None:
 
 def test_weights_that_changed_are_let_go_of_at_once() -> None:
     """Not when Python looks for cycles next: joined ones are there twice until then."""
-    model = four_bit(toys.SHAPES["e4b"]).model
+    model = four_bit(toys.SHORT["e4b"]).model
     gc.collect()
     gc.disable()
     try:

@@ -42,7 +42,7 @@ from straightline.runtime.kernels.resolve import forget
 from straightline.runtime.kv.make import caches_for
 from straightline.runtime.taps import no_tap
 
-SHAPES = sorted(toys.SHAPES)
+SHAPES = sorted(toys.SHORT)
 WRONG = "its logits differ from those of forward at step {}: at flat index "
 pytestmark = pytest.mark.usefixtures("keys_as_values")
 
@@ -106,7 +106,7 @@ def in_place_calls(route: Any, file: Any) -> InPlace:
 
 def leasing(shape: str, window: int = 8, **how: Any) -> Pair:
     """A pair whose specialized side writes in place."""
-    pair = four_bit(toys.SHAPES[shape] | {"sliding_window": window}, **how)
+    pair = four_bit(toys.SHORT[shape] | {"sliding_window": window}, **how)
     bound = pair.model._bound
     bound.routes = tuple(
         route._replace(in_place=in_place_calls(route, file))

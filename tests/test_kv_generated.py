@@ -1,6 +1,8 @@
 """Files with quantized K/V baked in, and files with plain K/V on rollback caches: bit-equal to mlx-lm's own forward."""
 
+import json
 import types
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -36,8 +38,14 @@ def mixes(name: str) -> dict[str, Entries]:
 
 
 def file_with(flat: dict[str, Any], entries: Entries | None) -> types.ModuleType:
+    return _file_with(json.dumps(flat, sort_keys=True), json.dumps(entries))
+
+
+@cache
+def _file_with(flat: str, entries: str) -> types.ModuleType:
     module = types.ModuleType("toy")
-    exec(compile(generate(flat, "toy", kv_config=entries), "toy.py", "exec"), module.__dict__)
+    source = generate(json.loads(flat), "toy", kv_config=json.loads(entries))
+    exec(compile(source, "toy.py", "exec"), module.__dict__)
     return module
 
 
