@@ -222,6 +222,11 @@ EDITS: dict[str, tuple[dict[str, Any], Change, str]] = {
         lambda m: setattr(m.model.norm, "eps", 1e-3),
         "model.norm.eps is 0.001; the file expects 1e-06",
     ),
+    "epsilon of a router": (
+        toys.M6,
+        lambda m: setattr(m.layers[4].router, "eps", 1e-3),
+        "layers.4.router.eps is 0.001; the file expects 1e-06",
+    ),
     "a norm of another class": (
         toys.D6,
         lambda m: setattr(m.model, "norm", nn.LayerNorm(64)),
