@@ -117,7 +117,7 @@ def sliding_8bit(w, x, mask, cache):
 
     # router_norm is the router's scale times hidden_size**-0.5, folded at load.
     scores = w.router_proj(mx.fast.rms_norm(x, w.router_norm, 1e-06))
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    chosen = mx.stop_gradient(mx.argpartition(scores, kth=-8, axis=-1)[..., -8:])
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     y = w.switch_glu(mx.fast.rms_norm(x, w.pre_feedforward_layernorm_2, 1e-06), chosen)
     y = (mx.expand_dims(gates, -1) * y).sum(-2)
@@ -156,7 +156,7 @@ def sliding_4bit(w, x, mask, cache):
 
     # router_norm is the router's scale times hidden_size**-0.5, folded at load.
     scores = w.router_proj(mx.fast.rms_norm(x, w.router_norm, 1e-06))
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    chosen = mx.stop_gradient(mx.argpartition(scores, kth=-8, axis=-1)[..., -8:])
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     y = w.switch_glu(mx.fast.rms_norm(x, w.pre_feedforward_layernorm_2, 1e-06), chosen)
     y = (mx.expand_dims(gates, -1) * y).sum(-2)
@@ -194,7 +194,7 @@ def full_8bit(w, x, mask, cache):
 
     # router_norm is the router's scale times hidden_size**-0.5, folded at load.
     scores = w.router_proj(mx.fast.rms_norm(x, w.router_norm, 1e-06))
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    chosen = mx.stop_gradient(mx.argpartition(scores, kth=-8, axis=-1)[..., -8:])
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     y = w.switch_glu(mx.fast.rms_norm(x, w.pre_feedforward_layernorm_2, 1e-06), chosen)
     y = (mx.expand_dims(gates, -1) * y).sum(-2)
@@ -232,7 +232,7 @@ def full_4bit(w, x, mask, cache):
 
     # router_norm is the router's scale times hidden_size**-0.5, folded at load.
     scores = w.router_proj(mx.fast.rms_norm(x, w.router_norm, 1e-06))
-    chosen = mx.argpartition(scores, kth=-8, axis=-1)[..., -8:]
+    chosen = mx.stop_gradient(mx.argpartition(scores, kth=-8, axis=-1)[..., -8:])
     gates = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * w.per_expert_scale[chosen]
     y = w.switch_glu(mx.fast.rms_norm(x, w.pre_feedforward_layernorm_2, 1e-06), chosen)
     y = (mx.expand_dims(gates, -1) * y).sum(-2)

@@ -37,6 +37,7 @@ def check_facts(text: nn.Module, spec: Spec) -> None:
     for index, (layer, expected) in enumerate(zip(inner["layers"], spec.layers, strict=True)):
         where = f"layers.{index}."
         _check(where, _layer_facts(layer, spec, expected))
+        _check(f"{where}router.", _router_facts(layer.get("router"), spec))
         _check(f"{where}self_attn.", _attention_facts(layer["self_attn"], expected, expected.kv_source == index))
         _check_norms(where, layer, spec, tuple(layer))
         _check_norms(f"{where}self_attn.", layer["self_attn"], spec, tuple(layer["self_attn"]))
@@ -63,9 +64,12 @@ def _inner_facts(inner: Any, spec: Spec) -> Facts:
 def _layer_facts(layer: Any, spec: Spec, expected: Layer) -> Facts:
     yield layer, "layer_type", ATTENTIONS[expected.attention]
     yield layer, "enable_moe", spec.experts is not None
+
+
+def _router_facts(router: Any, spec: Spec) -> Facts:
     if spec.experts is not None:
-        yield layer["router"], "eps", spec.rms_norm_eps
-        yield layer["router"].config, "top_k_experts", spec.experts.top_k
+        yield router, "eps", spec.rms_norm_eps
+        yield router.config, "top_k_experts", spec.experts.top_k
 
 
 def _attention_facts(attention: Any, expected: Layer, owns_kv: bool) -> Facts:

@@ -110,7 +110,7 @@ class Specialized(Watched):
                 give_all_back(given)
                 cache = given
             if pace.long(inputs.size):
-                hook = pace.paced(hook, len(cache))
+                hook = pace.paced(hook, len(route.guard.expected))
             logits = route.forward(bound.weights, inputs, cache, hook)
             if decode is not None and due(cache):
                 bound.as_sequence(route, cache)

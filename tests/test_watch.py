@@ -222,6 +222,11 @@ EDITS: dict[str, tuple[dict[str, Any], Change, str]] = {
         lambda m: setattr(m.model.norm, "eps", 1e-3),
         "model.norm.eps is 0.001; the file expects 1e-06",
     ),
+    "epsilon of a router": (
+        toys.M6,
+        lambda m: setattr(m.layers[4].router, "eps", 1e-3),
+        "layers.4.router.eps is 0.001; the file expects 1e-06",
+    ),
     "a norm of another class": (
         toys.D6,
         lambda m: setattr(m.model, "norm", nn.LayerNorm(64)),
@@ -336,12 +341,19 @@ def test_compiled_update() -> None:
     models.served()
 
 
-def test_gradients_in_eval_mode() -> None:
+@pytest.mark.parametrize("lengths", [(9,), (40,), (5, 1)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_in_eval_mode(name: str, lengths: tuple[int, ...]) -> None:
     """Without model.train() the file is differentiated: the same loss, and gradients that agree."""
-    models = pair(toys.D6)
+
+    def loss(model: Any) -> mx.array:
+        caches = model.make_cache() if len(lengths) > 1 else None
+        return mx.mean([model(toys.tokens(1, length), cache=caches) for length in lengths][-1] ** 2)
+
+    models = pair(CONFIGS[name])
     results = []
     for model in (models.model, models.plain):
-        value, gradients = nn.value_and_grad(model, lambda model: mx.mean(model(IDS) ** 2))(model)
+        value, gradients = nn.value_and_grad(model, loss)(model)
         results.append((value, dict(tree_flatten(gradients))))
     assert_same(results[0][0], results[1][0], "loss")
     assert list(results[0][1]) == list(results[1][1])

@@ -72,6 +72,7 @@ QUANTIZED_CALLS = frozenset({"quantized_attention(_, _, _, scale=, mask=, group_
 EXPERT_CALLS = frozenset(
     {
         "mx.argpartition(_, kth=, axis=)",
+        "mx.stop_gradient(_)",
         "mx.take_along_axis(_, _, axis=)",
         "mx.softmax(_, axis=)",
         "mx.expand_dims(_, _)",

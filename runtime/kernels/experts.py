@@ -38,7 +38,7 @@ class Router(Site):
 
     def plain(self, *inputs: Any) -> Outputs:
         scores, scales = inputs
-        chosen = mx.argpartition(scores, kth=-self.top_k, axis=-1)[..., -self.top_k :]
+        chosen = mx.stop_gradient(mx.argpartition(scores, kth=-self.top_k, axis=-1)[..., -self.top_k :])
         gates: mx.array = mx.softmax(mx.take_along_axis(scores, chosen, axis=-1), axis=-1) * scales[chosen]
         return chosen, gates
 
