@@ -28,7 +28,7 @@ class Blocks:
     pays: whether any of them is other than what `forward` does.
     """
 
-    def __init__(self, file: ModuleType, calls: Mapping[str, Call], dtype: mx.Dtype) -> None:
+    def __init__(self, file: ModuleType, calls: Mapping[str, Call]) -> None:
         sites = sites_of(file)
         self.file = file
         attention = {name: site for name, site in sites.items() if isinstance(site, Attention)}
@@ -36,7 +36,7 @@ class Blocks:
         attend = WrittenOut if written_out else Fused
         self.pays = any(stands_in(calls[name], site) for name, site in sites.items())
         self._calls = dict(calls) | {"sliding_layer": run, "full_layer": run}
-        self._attention = {kind: attend(attention[f"{kind}_attention"], dtype) for kind, *_ in file.CACHES}
+        self._attention = {kind: attend(attention[f"{kind}_attention"]) for kind, *_ in file.CACHES}
         self._owners = len(file.CACHES)
         self._first = {kind: (index, window) for index, (kind, window) in reversed([*enumerate(file.CACHES)])}
         self._source = {kind: index for index, (kind, _) in enumerate(file.CACHES)}  # of what readers read: the last

@@ -78,7 +78,7 @@ def make_route(
     sites = sites_of(file)
     calls = SimpleNamespace(**dict(zip(sites, resolve_all(sites.values(), dtype, kernels=kernels), strict=True)))
     guard = CacheGuard(file.CACHES)
-    blocks = None if guard.quantized else Blocks(file, vars(calls), dtype)
+    blocks = None if guard.quantized else Blocks(file, vars(calls))
     for name in readers & set(sites):
         setattr(calls, name, reading(name, getattr(calls, name)))
     in_place, why_not, by_token = None, "", ""

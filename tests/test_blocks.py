@@ -21,10 +21,10 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Blocks serve as if something had a kernel; attention as MLX's own, and as on a GPU that has none."""
     made = blocks.Blocks.__init__
 
-    def init(self: Any, file: Any, calls: Any, dtype: Any) -> None:
+    def init(self: Any, file: Any, calls: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(blocks, "stands_in", lambda call, site: request.param == "written out")
-            made(self, file, calls, dtype)
+            made(self, file, calls)
         self.pays = True
 
     monkeypatch.setattr(blocks.Blocks, "__init__", init)
@@ -283,6 +283,20 @@ def test_projections_that_stay_apart(attention: str, monkeypatch: pytest.MonkeyP
     counts = counted(mixture.model, monkeypatch)
     mixture.agree(lengths=(3, 3, 3, 2, 2))
     assert counts == {"1 by 3": 4, "1 by 2": 3}
+
+
+@pytest.mark.parametrize("name", ["layer_scalar", "norm"])
+def test_one_parameter_of_another_dtype(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where it stands on the stream, and the scores, have another dtype too."""
+    mixture = pair(toys.SHORT["12b"], dtype=mx.bfloat16)
+    for side in (mixture.model, mixture.plain):
+        if name == "norm":
+            side.layers[2].input_layernorm.weight = side.layers[2].input_layernorm.weight.astype(mx.float32)
+        else:
+            side.layers[2].layer_scalar = side.layers[2].layer_scalar.astype(mx.float32)
+    counts = counted(mixture.model, monkeypatch)
+    mixture.agree(lengths=(3, 3, 3, 2, 2))
+    assert counts == {"1 by 3": 4, "1 by 2": 3}, mixture.model.dispatch.block_reason
 
 
 def test_inside_mx_compile_forward_serves(attention: str) -> None:

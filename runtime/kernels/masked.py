@@ -16,7 +16,7 @@ from .attention import Attention
 class Fused:
     """Where MLX has fused attention, and where nothing is known."""
 
-    def __init__(self, site: Attention, dtype: mx.Dtype) -> None:
+    def __init__(self, site: Attention) -> None:
         self.unit = site.unit
 
     def mask(self, mask: Any, batch: int, length: int) -> Any:
@@ -32,39 +32,41 @@ class Fused:
         return merged
 
 
-class Masks(dict[int, tuple[mx.array, mx.array]]):
-    """By the number of rows, made once: the mask, bool, and what stands where it is False, both shaped as the scores.
+class Masks(dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]):
+    """By the number of rows and the dtype of the scores, made once: the mask, bool, and what stands where it is False.
+
+    Both are shaped as the scores.
 
     "causal" is said of as many rows as each layer finds, the last of which are the block's own.
     """
 
-    def __init__(self, mask: Any, shape: tuple[int, ...], least: mx.array) -> None:
+    def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
         """shape: of the scores, without their rows."""
         super().__init__()
-        self.mask, self.shape, self.least = mask, shape, least
+        self.mask, self.shape = mask, shape
 
-    def __missing__(self, rows: int) -> tuple[mx.array, mx.array]:
-        mask = self.mask
+    def __missing__(self, of: tuple[int, mx.Dtype]) -> tuple[mx.array, mx.array]:
+        mask, (rows, dtype) = self.mask, of
         if type(mask) is str:
             length = self.shape[-1]
             mask = create_causal_mask(length, rows - length)
         shape = (*self.shape, mask.shape[-1])
-        self[rows] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(self.least, shape)
+        least = mx.array(mx.finfo(dtype).min, dtype)
+        self[of] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(least, shape)
         return made
 
 
 class WrittenOut:
     """MLX's fallback without the product with a scale of 1, and without a view that another layer has made already."""
 
-    def __init__(self, site: Attention, dtype: mx.Dtype) -> None:
+    def __init__(self, site: Attention) -> None:
         self.unit, self.head_dim = site.unit, site.head_dim
         self.heads = (site.kv_heads, site.repeats) if site.repeats > 1 else (site.heads,)
-        self.least = mx.array(mx.finfo(dtype).min, dtype)
 
     def mask(self, mask: Any, batch: int, length: int) -> Masks | None:
         if isinstance(mask, mx.array) and mask.ndim > 2 and len(self.heads) > 1:
             mask = mx.expand_dims(mask, -3)
-        return None if mask is None else Masks(mask, (batch, *self.heads, length), self.least)
+        return None if mask is None else Masks(mask, (batch, *self.heads, length))
 
     def views(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if len(self.heads) == 1:
@@ -83,7 +85,7 @@ class WrittenOut:
             q = mx.unflatten(q, 1, self.heads)
         scores = q @ k
         if masks is not None:
-            mask, least = masks[k.shape[-1]]
+            mask, least = masks[k.shape[-1], scores.dtype]
             scores = mx.where(mask, scores, least)
         y = mx.softmax(scores, axis=-1, precise=True) @ v
         if length > 1:

@@ -88,7 +88,7 @@ def whole(name: str) -> int:
             print(f"  products apart: {ask(apart(weights), route, vocabulary=bound.vocabulary) or 'equal'}")
             kept = route.blocks._attention
             sites = {kind: getattr(route.blocks.file, f"{kind.upper()}_ATTENTION") for kind in kept}
-            route.blocks._attention = {kind: Fused(site, DTYPE) for kind, site in sites.items()}
+            route.blocks._attention = {kind: Fused(site) for kind, site in sites.items()}
             print(f"  MLX's own attention: {ask(weights, route, vocabulary=bound.vocabulary) or 'equal'}")
             route.blocks._attention = kept
     return refused
