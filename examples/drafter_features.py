@@ -4,11 +4,12 @@ python examples/drafter_features.py [CHECKPOINT] [--prompt TEXT] [--layers 5,17]
 """
 
 import argparse
+import sys
 
 import mlx.core as mx
 import mlx_lm
 
-from straightline.runtime import load
+from straightline.runtime import StraightlineError, load
 from straightline.runtime.toy import toy
 
 
@@ -44,4 +45,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except StraightlineError as error:
+        sys.exit(f"error: {error}")

@@ -4,10 +4,11 @@ python examples/logit_lens.py [CHECKPOINT] [--prompt TEXT]; without a checkpoint
 """
 
 import argparse
+import sys
 
 import mlx.core as mx
 
-from straightline.runtime import HiddenTap, load
+from straightline.runtime import HiddenTap, StraightlineError, load
 from straightline.runtime.toy import toy
 
 
@@ -35,4 +36,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except StraightlineError as error:
+        sys.exit(f"error: {error}")

@@ -6,11 +6,12 @@ An edited stream is no longer mlx-lm's: the bit-equal promise ends where an edit
 """
 
 import argparse
+import sys
 
 import mlx.core as mx
 import mlx_lm
 
-from straightline.runtime import HiddenTap, load
+from straightline.runtime import HiddenTap, StraightlineError, load
 from straightline.runtime.toy import toy
 
 
@@ -47,4 +48,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except StraightlineError as error:
+        sys.exit(f"error: {error}")

@@ -7,6 +7,7 @@ Asks what is asked before blocks of a shape serve (runtime/decode_check.py), aga
 and question, with what differed; exits with 1 if anything did. On a bare machine MLX compiles for a minute first.
 """
 
+import argparse
 import copy
 import sys
 from functools import partial
@@ -27,6 +28,9 @@ SINGLE = 40
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
+    if not mx.cuda.is_available():
+        sys.exit("this compares kernels on CUDA, and there is no CUDA device here")
     for key, value in describe(None).items():
         print(f"{key:<9} {value}", flush=True)
     proof = from_random("gemma4-e4b", False, None, None, 7)

@@ -12,6 +12,7 @@
 # Exits with 1 if a table was cut, left out, or has a cell that departs or cannot be run.
 # A table that its time limit cut holds the cells that were done. Seen on an H200: 39 s for e4b, 55 s for 12b, and more
 # than 105 s for 26b where its kernels had not been compiled before. Expected: 2 to 3 minutes for each standard set.
+. "$(dirname "${BASH_SOURCE[0]}")/path.sh"
 set -u
 OUT=${OUT:-.}
 LIMIT=${LIMIT:-530}

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # MLX for CUDA over the stand-in, in a folder ($1): `. FOLDER/use.sh` makes it what `import mlx` finds.
-# Linux on x86-64, with g++, and the .venv of this checkout. Downloads MLX's CUDA wheel and NVRTC (160 MB).
+# Linux on x86-64, with gcc, g++, nm and readelf, and the .venv that ./regen.sh sets up. Downloads MLX's CUDA wheel and
+# NVRTC (160 MB).
 set -euo pipefail
+[ $# = 1 ] || { echo "usage: build.sh FOLDER" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
 folder=$(realpath -m "$1")
 python=$root/.venv/bin/python
+[ -x "$python" ] || { echo "$python is not there; run ./regen.sh --check first" >&2; exit 2; }
 mlx=$("$python" -c "import importlib.metadata as m; print(m.version('mlx'))")
 mkdir -p "$folder"
 cd "$folder"

@@ -27,6 +27,8 @@ WRITTEN = ("into", (4, 3))
 
 
 def main() -> int:
+    if "STAND_IN" not in os.environ:
+        sys.exit("STAND_IN is not set; build the stand-in and source its use.sh first (tests/gpu/README.md)")
     driver = ctypes.CDLL(os.environ["STAND_IN"])
     fragment, places = WRITTEN
     for place in places:
