@@ -100,5 +100,5 @@ def test_a_folder_in_the_place_of_the_picture(tmp_path: Path, capsys: pytest.Cap
     """The error names what was asked for, and nothing is left beside it."""
     (tmp_path / "there").mkdir()
     assert main(["show", "gemma4-e4b", "--svg", str(tmp_path / "there")]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'there'}: Is a directory\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'there'}: is a folder; expected a file to write\n"
     assert [one.name for one in tmp_path.iterdir()] == ["there"]

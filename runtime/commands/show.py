@@ -11,6 +11,7 @@ from pathlib import Path
 from ...codegen.config import read_json
 from ..atomic import write_text
 from ..errors import StraightlineError
+from .ahead import expect_place
 from .drawing import drawing
 from .picture import headline, rows
 from .subject import read_subject, stored_as
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if options.svg is None:
         print(terminal(subject.name, headline(spec), picture, taps, spec.sentinel), end="")
         return 0
+    expect_place(options.svg)
     write_text(options.svg, drawing(subject.name, headline(spec), picture, taps, spec.sentinel))
     print(f"{options.svg}: written")
     return 0
