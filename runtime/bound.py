@@ -257,11 +257,9 @@ class Bound:
             return None
         padded = type(caches[0].offset) is not int
         whole = (*shape, padded)
-        # Chunks of a prompt in batch caches may move rows of their own accord.
-        if (padded and shape[1] > 1) or not blocks.due(whole, caches):
-            return None
         checked = self.form, blocks.file.FINGERPRINT, whole
-        if checked in self.blocks_refused:
+        # Chunks of a prompt in batch caches may move rows of their own accord.
+        if (padded and shape[1] > 1) or checked in self.blocks_refused or not blocks.due(whole, caches):
             return None
         if checked not in self.blocks_checked:
             caches_of_file = partial(caches_for, blocks.file.CACHES)

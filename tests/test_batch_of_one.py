@@ -382,10 +382,11 @@ def test_in_another_order_or_in_part() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", sorted(toys.SHORT))
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
 def test_anything_in_any_order(shape: str, seed: int) -> None:
+    """In all their layers."""
     draw = random.Random(seed)
-    batch = Batch(four_bit(toys.SHORT[shape]), prompt=draw.choice([1, 3, 8, 20]))
+    batch = Batch(four_bit(toys.SHAPES[shape]), prompt=draw.choice([1, 3, 8, 20]))
     model = batch.pair.model
 
     def look(name: str) -> None:

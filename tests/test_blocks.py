@@ -44,10 +44,10 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("shape", sorted(toys.SHORT))
+@pytest.mark.parametrize("shape", sorted(toys.SHAPES))
 def test_blocks_of_one_sequence(shape: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the window, across it and past it; single tokens between them."""
-    pair = four_bit(toys.SHORT[shape])
+    """Inside the window, across it and past it; single tokens between them. In all their layers."""
+    pair = four_bit(toys.SHAPES[shape])
     counts = counted(pair.model, monkeypatch)
     mine, plain = pair.model.make_cache(), pair.plain.make_cache()
     vocab = pair.plain.args.vocab_size

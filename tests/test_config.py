@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import D6, E6, EXPERTS, FULL, M6, SHORT, SLIDING, build, config, nested
+from toys import D6, E6, EXPERTS, FULL, M6, SHAPES, SLIDING, build, config, nested
 
 from straightline.codegen import SpecError, generate
 from straightline.codegen.config import MOST_BYTES, read_arguments, read_config, read_file
@@ -231,7 +231,7 @@ def test_a_bad_kv_config_is_refused(change: dict[str, Any], message: str) -> Non
 # --- what is there in the wild -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flat", [D6, M6, E6, *SHORT.values()], ids=["d6", "m6", "e6", *SHORT])
+@pytest.mark.parametrize("flat", [D6, M6, E6, *SHAPES.values()], ids=["d6", "m6", "e6", *SHAPES])
 def test_nested_and_flat_configs_and_loaded_models_are_one_spec(flat: dict[str, Any]) -> None:
     """B05, B06."""
     layouts = (flat, nested(flat), nested(flat, "gemma4_unified"))

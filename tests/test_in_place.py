@@ -104,9 +104,9 @@ def in_place_calls(route: Any, file: Any) -> InPlace:
     return in_place(calls)._replace(by_token=by_token).uncompiled()
 
 
-def leasing(shape: str, window: int = 8, **how: Any) -> Pair:
+def leasing(shape: str, window: int = 8, shapes: dict[str, Any] = toys.SHORT, **how: Any) -> Pair:
     """A pair whose specialized side writes in place."""
-    pair = four_bit(toys.SHORT[shape] | {"sliding_window": window}, **how)
+    pair = four_bit(shapes[shape] | {"sliding_window": window}, **how)
     bound = pair.model._bound
     bound.routes = tuple(
         route._replace(in_place=in_place_calls(route, file))
@@ -555,9 +555,9 @@ def test_rings_by_token_that_are_not_exact_when_compiled(shape: str) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_anything_in_any_order(shape: str, seed: int) -> None:
-    """Random calls to both sides, with caches kept aside, changed and taken up again."""
+    """Random calls to both sides, with caches kept aside, changed and taken up again. In all their layers."""
     rng = np.random.default_rng(seed)
-    walk = Walk(leasing(shape))
+    walk = Walk(leasing(shape, shapes=toys.SHAPES))
     walk.step(int(rng.integers(1, 20)) if seed < 8 else 8)
     kept: list[Any] = []
     leases = 0

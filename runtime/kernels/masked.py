@@ -5,6 +5,7 @@ hands out, [B, kv_heads, rows, head_dim]; and a mask as `mask` makes it, once fo
 cache makes: None, "causal", or bool [rows], [L, rows] or [B, 1, L, rows].
 """
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -51,9 +52,13 @@ class Masks(dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]):
             length = self.shape[-1]
             mask = create_causal_mask(length, rows - length)
         shape = (*self.shape, mask.shape[-1])
-        least = mx.array(mx.finfo(dtype).min, dtype)
-        self[of] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(least, shape)
+        self[of] = made = mx.broadcast_to(mask, shape), mx.broadcast_to(_least(dtype), shape)
         return made
+
+
+@cache
+def _least(dtype: mx.Dtype) -> mx.array:
+    return mx.array(mx.finfo(dtype).min, dtype)
 
 
 class WrittenOut:
