@@ -104,7 +104,9 @@ Kernel parse(const char* mangled) {
   }
   Kernel kernel{text.substr(0, open), {}};
   for (auto& one : split(text.substr(open + 1, close - open - 1))) kernel.arguments.push_back(kind_of(one));
-  if (kernel.name.find("_reduce<") != std::string::npos) kernel.arguments[0] = Kind::read; // "T* in", never written to
+  // all_reduce and its like take "T* in" and never write to it; init_reduce has the one that it does write to alone.
+  auto pointers = std::count_if(kernel.arguments.begin(), kernel.arguments.end(), [](Kind one) { return one != Kind::value; });
+  if (kernel.name.find("_reduce<") != std::string::npos && pointers > 1) kernel.arguments[0] = Kind::read;
   std::vector<size_t> read;
   for (size_t i = 0; i < kernel.arguments.size(); i++)
     if (kernel.arguments[i] == Kind::read) read.push_back(i);
